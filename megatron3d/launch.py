@@ -1,0 +1,122 @@
+"""Which process of the job this is, and which one speaks: the only reader of the environment.
+
+The one idea: whatever started the processes (torchrun, srun, or nobody) is read once into a `Launch`, so that no other
+module asks the environment, and a wrong launch or setting is refused by one voice before torch is imported. Groups of
+processes are in mesh.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron3d.config import ConfigError
+
+TORCHRUN_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+SLURM_RANKS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+FIRST_LINGERS, OTHERS_LINGER = 1.0, 5.0  # seconds between an error and the exit of a rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """This process among all those of the job; the defaults are a single process that nobody launched."""
+
+    rank: int = 0
+    """Index among all processes."""
+    world_size: int = 1
+    """Number of processes of the job."""
+    local_rank: int = 0
+    """Index among the processes of this node: the GPU to take."""
+    local_world_size: int = 1
+    """Number of processes on this node (from srun: at most this many)."""
+    master_addr: str = "127.0.0.1"
+    """Where the processes meet."""
+    master_port: int = 29500
+    """Port of the meeting point."""
+    from_torchrun: bool = False
+    """Whether a launcher (torchrun or srun) set these values."""
+
+
+def launch_from_environment() -> Launch:
+    """`read_launch` of this process."""
+    return read_launch(os.environ)
+
+
+def read_launch(env: Mapping[str, str]) -> Launch:
+    """The place of a process in its job, from torchrun's variables, else from srun's, else a single process.
+
+    srun's are believed only where MASTER_ADDR and MASTER_PORT are set too: the shell of an allocation has SLURM_NTASKS
+    without being one of the tasks. Raises ConfigError where variables are missing, no integers, or out of range.
+    """
+    if any(env.get(name) for name in TORCHRUN_RANKS):
+        rank, world_size, local_rank, local_world_size = (_integer(env, name) for name in TORCHRUN_RANKS)
+    elif all(env.get(name) for name in SLURM_RANKS + RENDEZVOUS):
+        rank, world_size, local_rank = (_integer(env, name) for name in SLURM_RANKS)
+        nodes = _integer(env, "SLURM_NNODES") if env.get("SLURM_NNODES") else 1
+        local_world_size = -(-world_size // max(nodes, 1))
+    else:
+        return Launch()
+    for name, index, size in (("rank", rank, world_size), ("local rank", local_rank, local_world_size)):
+        if not 0 <= index < size:
+            raise ConfigError(
+                f"The launcher's variables say {name} {index} of {size} processes, but ranks count from 0 to one less "
+                f"than the number of processes. Start all processes of the job the same way, e.g. with torchrun."
+            )
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=_text(env, "MASTER_ADDR"),
+        master_port=_integer(env, "MASTER_PORT"),
+        from_torchrun=True,
+    )
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Around a whole program: a ConfigError is told in one paragraph by one rank, and all ranks exit with code 2.
+
+    A launcher kills the other ranks as soon as one has failed. So those that have nothing to say wait for the one that
+    has, and take the kill for their sign to leave; and that one gives the others the time to get so far.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        first = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+        if first:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if any(os.environ.get(name) for name in TORCHRUN_RANKS):
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+            time.sleep(FIRST_LINGERS if first else OTHERS_LINGER)
+        sys.exit(2)
+
+
+def use_repeatable_cublas() -> None:
+    """Asks cuBLAS for the workspace with which its results repeat; must come before CUDA starts. A user's own wins."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    if not (value := env.get(name)):
+        wanted = TORCHRUN_RANKS + RENDEZVOUS
+        present = [other for other in wanted if env.get(other)]
+        raise ConfigError(
+            f"The environment describes a launch only in part: {', '.join(present)} set, {name} not. Start the program "
+            f"with torchrun, set all of {', '.join(wanted)}, or unset {', '.join(TORCHRUN_RANKS)} for a single process."
+        )
+    return value
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    value = _text(env, name)
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"The environment variable {name} must be an integer, not {value!r}.") from None

@@ -1,0 +1,164 @@
+"""The mesh as communicators: start and end of torch.distributed, and one `Axis` per direction.
+
+The one idea: grid.py says who belongs together; this file creates those groups, all of them, in one order on every
+rank, and hands each rank its own. There is no default group to fall back to: code communicates over the axis it was
+given. The collectives themselves are in comm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron3d.config import ConfigError, ParallelConfig
+from megatron3d.grid import Grid
+from megatron3d.launch import Launch
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One rank's view of one communicator."""
+
+    name: str
+    size: int
+    rank: int
+    """Position of this rank within the axis."""
+    ranks: tuple[int, ...]
+    """World ranks of the members."""
+    group: dist.ProcessGroup | None
+    """None at size 1: there is nobody to talk to."""
+    ordered: bool = True
+    """Sums run in rank order, so that their bits depend on the values alone; False leaves the order to the back-end."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of this rank. `pp` carries activations downstream, `pp_back` gradients upstream: one communicator per
+    direction, because NCCL ignores tags. `control` is a CPU group over the world for decisions and errors."""
+
+    grid: Grid
+    rank: int
+    device: torch.device
+    tp: Axis
+    dp: Axis
+    pp: Axis
+    pp_back: Axis
+    world: Axis
+    control: Axis
+    owns_world: bool = False
+    """Whether close() ends torch.distributed itself, because this mesh began it."""
+
+    @staticmethod
+    def single(device: torch.device | str = "cpu") -> Mesh:
+        """A mesh of one process; torch.distributed stays untouched."""
+        names = ("tp", "dp", "pp", "pp_back", "world", "control")
+        tp, dp, pp, pp_back, world, control = (Axis(name, 1, 0, (0,), None) for name in names)
+        return Mesh(Grid(pp=1, dp=1, tp=1), 0, torch.device(device), tp, dp, pp, pp_back, world, control)
+
+    @staticmethod
+    def create(
+        parallel: ParallelConfig,
+        launch: Launch,
+        device: torch.device,
+        *,
+        deterministic: bool = False,
+        init_method: str | None = None,
+    ) -> Mesh:
+        """The mesh of a resolved `parallel` on the processes of `launch`; a collective call.
+
+        A world of one is `Mesh.single`. A second mesh in the same processes shares the running torch.distributed.
+        """
+        grid = Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp)
+        if grid.size == 1:
+            return Mesh.single(device)
+        timeout = timedelta(seconds=parallel.timeout_seconds)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        begins = not dist.is_initialized()
+        if begins:
+            dist.init_process_group(
+                backend,
+                init_method=init_method or f"tcp://{launch.master_addr}:{launch.master_port}",
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+        if dist.get_world_size() != grid.size:
+            raise ConfigError(f"the mesh {dict(grid.sizes)} has {grid.size} ranks, the job {dist.get_world_size()}")
+
+        ordered = device.type == "cpu" or deterministic
+
+        def axis(name: str, along: Sequence[str], on: str = backend) -> Axis:
+            return _axis(name, grid.groups(*along), launch.rank, on, timeout, ordered)
+
+        everyone = ("pp", "dp", "tp")
+        return Mesh(
+            grid,
+            launch.rank,
+            device,
+            tp=axis("tp", ["tp"]),
+            dp=axis("dp", ["dp"]),
+            pp=axis("pp", ["pp"]),
+            pp_back=axis("pp_back", ["pp"]),
+            world=axis("world", everyone),
+            control=axis("control", everyone, "gloo"),
+            owns_world=begins,
+        )
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Position of this rank: {"pp": ..., "dp": ..., "tp": ...}."""
+        return self.grid.coordinates(self.rank)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that speaks for all."""
+        return self.rank == 0
+
+    @property
+    def is_loss_rank(self) -> bool:
+        """Whether this rank's sums of the loss count: the last stage has them, its tp ranks have the same ones."""
+        return self.pp.rank == self.pp.size - 1 and self.tp.rank == 0
+
+    def close(self) -> None:
+        """Destroys this mesh's groups, and torch.distributed if this mesh began it."""
+        for axis in (self.tp, self.dp, self.pp, self.pp_back, self.world, self.control):
+            if axis.group is not None:
+                dist.destroy_process_group(axis.group)
+        if self.owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def pick_device(wanted: str, launch: Launch) -> torch.device:
+    """The device of this process: `auto` is the GPU with this process's local rank where there is one, else the CPU.
+
+    Raises `ConfigError` where CUDA is asked for and absent, or where a node has fewer GPUs than processes.
+    """
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and available == 0):
+        return torch.device("cpu")
+    if available == 0:
+        raise ConfigError("--device cuda: this machine shows no CUDA device; use --device cpu, or auto")
+    if launch.local_world_size > available:
+        raise ConfigError(
+            f"{launch.local_world_size} processes on this node share {available} GPUs, and each needs one of its own; "
+            f"start {available} per node, or use --device cpu"
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _axis(name: str, groups: list[list[int]], rank: int, backend: str, timeout: timedelta, ordered: bool) -> Axis:
+    """Creates every group of one kind, in the same order on all ranks, and returns the one that has `rank`."""
+    mine: Axis | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group, ordered)
+    assert mine is not None, f"rank {rank} is in no {name} group of {groups}"
+    return mine

@@ -1,0 +1,24 @@
+"""Package description of megatron3d; tool settings are in pyproject.toml."""
+
+from setuptools import setup
+
+EXTRAS = {
+    "gpu": ["triton>=3.3"],
+    "wandb": ["wandb"],
+    "tensorboard": ["tensorboard"],
+    "hf": ["transformers", "tokenizers"],
+    "dev": ["pytest>=8", "hypothesis", "ruff", "mypy"],
+}
+
+setup(
+    name="megatron3d",
+    version="0.1.0",
+    description="Pre-training of GPT-style decoders on a DP x TP x PP mesh, on GPUs and on CPUs",
+    python_requires=">=3.11",
+    # The import name `kernels` belongs to another project, so the folder kernels/ is installed below our own name.
+    packages=["megatron3d", "megatron3d.kernels"],
+    package_dir={"megatron3d": "megatron3d", "megatron3d.kernels": "kernels"},
+    package_data={"megatron3d": ["py.typed"]},
+    install_requires=["torch>=2.11", "numpy>=1.26", "sentencepiece>=0.2", "safetensors>=0.4", "tyro>=0.9", "rich>=13"],
+    extras_require=EXTRAS,
+)
