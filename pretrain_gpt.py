@@ -9,33 +9,29 @@ from __future__ import annotations
 import sys
 
 from megatron3d.cli import parse
-from megatron3d.config import Config
-from megatron3d.launch import Launch, launch_from_environment, use_repeatable_cublas, user_errors
+from megatron3d.launch import launch_from_environment, use_repeatable_cublas, user_errors
 
 
 def main(argv: list[str]) -> None:
-    """Parses, checks, trains."""
+    """Parses and checks, then builds the mesh and trains."""
     with user_errors():
         launch = launch_from_environment()
         config = parse(argv, launch)
-        train(config, launch)
+        if config.run.deterministic:
+            use_repeatable_cublas()
 
+        import torch
 
-def train(config: Config, launch: Launch) -> None:
-    """Builds the mesh and the trainer, and runs it."""
-    if config.run.deterministic:
-        use_repeatable_cublas()
-    import torch
+        from megatron3d.checkpoint import check_loadable
+        from megatron3d.data import open_datasets
+        from megatron3d.mesh import Mesh, pick_device
+        from megatron3d.trainer import Trainer
 
-    from megatron3d.checkpoint import check_loadable
-    from megatron3d.data import open_datasets
-    from megatron3d.mesh import Mesh, pick_device
-    from megatron3d.trainer import Trainer
+        torch.use_deterministic_algorithms(config.run.deterministic)
+        device = pick_device(config.run.device, launch)
+        datasets = open_datasets(config.data, config.model, config.run.seed)
+        changed = check_loadable(config) if config.checkpoint.load else []
 
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    device = pick_device(config.run.device, launch)
-    datasets = open_datasets(config.data, config.model, config.run.seed)
-    changed = check_loadable(config) if config.checkpoint.load else []
     mesh = Mesh.create(config.parallel, launch, device, deterministic=config.run.deterministic)
     if mesh.is_main and changed:
         print("The resumed run changes: " + "; ".join(changed), file=sys.stderr)

@@ -15,10 +15,15 @@ setup(
     version="0.1.0",
     description="Pre-training of GPT-style decoders on a DP x TP x PP mesh, on GPUs and on CPUs",
     python_requires=">=3.11",
-    # The import name `kernels` belongs to another project, so the folder kernels/ is installed below our own name.
-    packages=["megatron3d", "megatron3d.kernels"],
-    package_dir={"megatron3d": "megatron3d", "megatron3d.kernels": "kernels"},
-    package_data={"megatron3d": ["py.typed"]},
-    install_requires=["torch>=2.11", "numpy>=1.26", "sentencepiece>=0.2", "safetensors>=0.4", "tyro>=0.9", "rich>=13"],
+    # The import name `kernels` belongs to another project, so the folder kernels/ is installed below our own name; the
+    # links megatron3d/kernels and megatron3d/model_configs make a bare checkout look the same.
+    packages=["megatron3d", "megatron3d.kernels", "megatron3d.model_configs"],
+    package_dir={
+        "megatron3d": "megatron3d",
+        "megatron3d.kernels": "kernels",
+        "megatron3d.model_configs": "model_configs",
+    },
+    package_data={"megatron3d": ["py.typed"], "megatron3d.model_configs": ["*.toml"]},
+    install_requires=["torch>=2.11", "numpy>=1.26", "sentencepiece>=0.2", "safetensors>=0.4", "tyro>=1.0", "rich>=13"],
     extras_require=EXTRAS,
 )

@@ -32,7 +32,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=Config)
 
 MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands, tyro.conf.PositionalMetavarFromFieldName)
-MODEL_CONFIGS = Path(__file__).resolve().parent.parent / "model_configs"
+MODEL_CONFIGS = Path(__file__).resolve().parent / "model_configs"
 SWITCHES = {"--sp": ["--sp", "True"], "--no-sp": ["--sp", "False"]}  # three states: its flag needs a value inside
 
 

@@ -77,7 +77,7 @@ class ModelConfig:
     bias: Bias = "none"
     """Biases of the linear layers: none, on query/key/value only (Qwen2.5), or on all (GPT-2)."""
     qk_norm: bool = False
-    """Normalise each query and key head (Qwen3)."""
+    """RMS-normalise each query and key head (Qwen3)."""
     tied_embeddings: bool = False
     """The output head uses the embedding matrix."""
     dropout: float = 0.0

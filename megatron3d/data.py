@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megatron3d.config import ConfigError, DataConfig, ModelConfig
 from megatron3d.indexed import IndexedDataset
 from megatron3d.rng import key64
+from megatron3d.tokenizer import load_tokenizer
 
 Ids = NDArray[np.int64]
 
@@ -154,6 +155,7 @@ def open_datasets(data: DataConfig, model: ModelConfig, seed: int) -> Datasets:
         raise ConfigError(
             "There is nothing to train on: give --data-path PREFIX, or --mock-data for generated samples."
         )
+    _check_tokenizer(data.tokenizer, model.vocab_size)
     indexed = IndexedDataset(data.data_path)
     parts = [
         TokenDataset(
@@ -168,6 +170,15 @@ def open_datasets(data: DataConfig, model: ModelConfig, seed: int) -> Datasets:
     if parts[1].size == 0:
         return Datasets(parts[0], None, _too_small(parts[1], 1, data.split))
     return Datasets(parts[0], parts[1], "")
+
+
+def _check_tokenizer(spec: str, vocab_size: int) -> None:
+    """Refuses a tokenizer, kept with the run for sampling, that has ids the model has not."""
+    if spec and (needed := load_tokenizer(spec).vocab_size) > vocab_size:
+        raise ConfigError(
+            f"--tokenizer {spec} has {needed} ids, but --vocab-size is {vocab_size}. Give a vocabulary of at least "
+            f"{needed}, or the tokenizer the data were written with."
+        )
 
 
 def _too_small(part: TokenDataset, which: int, split: str) -> str:

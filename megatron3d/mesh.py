@@ -73,6 +73,8 @@ class Mesh:
         A world of one is `Mesh.single`. A second mesh in the same processes shares the running torch.distributed.
         """
         grid = Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp)
+        if grid.size != launch.world_size:
+            raise ConfigError(f"the mesh {dict(grid.sizes)} has {grid.size} ranks, the job {launch.world_size} processes")
         if grid.size == 1:
             return Mesh.single(device)
         timeout = timedelta(seconds=parallel.timeout_seconds)
@@ -87,9 +89,6 @@ class Mesh:
                 timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )
-        if dist.get_world_size() != grid.size:
-            raise ConfigError(f"the mesh {dict(grid.sizes)} has {grid.size} ranks, the job {dist.get_world_size()}")
-
         ordered = device.type == "cpu" or deterministic
 
         def axis(name: str, along: Sequence[str], on: str = backend) -> Axis:
@@ -125,7 +124,10 @@ class Mesh:
         return self.pp.rank == self.pp.size - 1 and self.tp.rank == 0
 
     def close(self) -> None:
-        """Destroys this mesh's groups, and torch.distributed if this mesh began it."""
+        """Meets all ranks, so that none leaves while another still needs it; then destroys this mesh's groups, and
+        torch.distributed if this mesh began it."""
+        if self.control.group is not None:
+            dist.barrier(group=self.control.group)
         for axis in (self.tp, self.dp, self.pp, self.pp_back, self.world, self.control):
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)

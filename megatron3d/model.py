@@ -110,7 +110,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def _head_norm(model: ModelConfig) -> Norm | None:
-        return Norm(model.head_dim, kind=model.normalization, eps=model.norm_epsilon) if model.qk_norm else None
+        return Norm(model.head_dim, kind="rmsnorm", eps=model.norm_epsilon) if model.qk_norm else None
 
     def forward(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """Projections (S, B, (queries + 2 keys) x D) and rotary tables -> (S or S / tp, B, H)."""

@@ -15,6 +15,7 @@ import torch
 from megatron3d import checkpoint
 from megatron3d.comm import all_reduce
 from megatron3d.config import Config
+from megatron3d.cost import flops_per_token
 from megatron3d.data import Dataset, Datasets, OnePass, load_microbatch, microbatch_start, num_eval_batches
 from megatron3d.grads import FlatGrads
 from megatron3d.layout import flat_layout, local_tensors
@@ -222,7 +223,7 @@ def _tied_peer(config: Config, mesh: Mesh) -> int | None:
 
 
 def describe(config: Config, mesh: Mesh, steps: int) -> str:
-    """The run in three lines, for the console."""
+    """The run in a few lines, for the console."""
     model, parallel, batch = config.model, config.parallel, config.batch
     layers = ",".join(map(str, parallel.stage_layers))
     return (
@@ -232,5 +233,7 @@ def describe(config: Config, mesh: Mesh, steps: int) -> str:
         f"layers per stage {layers}, {parallel.schedule}, ZeRO-{parallel.zero}, "
         f"sequence parallel {'on' if parallel.sp else 'off'}\n"
         f"step: {batch.global_batch_size} samples = {config.num_microbatches} microbatches of "
-        f"{batch.micro_batch_size} on {parallel.dp} data-parallel ranks; from step {steps} to {config.run.train_steps}"
+        f"{batch.micro_batch_size} on {parallel.dp} data-parallel ranks; from step {steps} to {config.run.train_steps}\n"
+        f"work: {flops_per_token(model) / 1e6:,.1f} MFLOP per token, causal attention counted once "
+        f"({flops_per_token(model, full_attention=True) / 1e6:,.1f} if counted in full, as many publications do)"
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron3d.comm import agree
 from megatron3d.config import ParallelConfig
 from megatron3d.launch import Launch
 from megatron3d.mesh import Mesh
@@ -104,4 +105,6 @@ def _with_mesh(
     launch: Launch, init_method: str, parallel: ParallelConfig, body: Callable[..., Any], args: Sequence[Any]
 ) -> Any:
     mesh = Mesh.create(parallel, launch, torch.device("cpu"), init_method=init_method)
-    return body(mesh, *args)
+    result = body(mesh, *args)
+    agree(None, mesh.control)  # a rank that ends while others still connect would break their connections
+    return result
