@@ -40,6 +40,10 @@ class GradSlot(Protocol):
         """Calls `add` on the gradient buffer, now or later; `add` holds all it needs."""
 
 
+Slots = tuple[GradSlot | None, GradSlot | None]
+"""Of a weight and its bias."""
+
+
 def _give(slot: GradSlot | None, weight: Tensor, add: Callable[[Tensor], None]) -> Tensor | None:
     """Deposits a weight gradient; without a slot it is returned to autograd as usual."""
     if slot is not None:
@@ -60,18 +64,9 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sp: bool,
-        weight_slot: GradSlot | None,
-        bias_slot: GradSlot | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sp: bool, slots: Slots) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.axis, ctx.sp, ctx.slots = axis, sp, (weight_slot, bias_slot)
+        ctx.axis, ctx.sp, ctx.slots = axis, sp, slots
         return F.linear(all_gather(x, axis) if sp else x, weight, bias)
 
     @staticmethod
@@ -82,23 +77,14 @@ class _ColumnLinear(Function):
         reducing = start_reduce_scatter(dx, ctx.axis) if ctx.sp else start_all_reduce(dx, ctx.axis)
         total = gathering.wait() if gathering else x
         grads = _linear_grads(dy, total, weight, bias, ctx.slots)
-        return reducing.wait(), *grads, None, None, None, None
+        return reducing.wait(), *grads, None, None, None
 
 
 class _RowLinear(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sp: bool,
-        weight_slot: GradSlot | None,
-        bias_slot: GradSlot | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sp: bool, slots: Slots) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.axis, ctx.sp, ctx.slots = axis, sp, (weight_slot, bias_slot)
+        ctx.axis, ctx.sp, ctx.slots = axis, sp, slots
         partial = F.linear(x, weight)
         y = reduce_scatter(partial, axis) if sp else all_reduce(partial, axis)
         return y if bias is None else y + bias
@@ -110,11 +96,11 @@ class _RowLinear(Function):
         dweight, _ = _linear_grads(total, x, weight, None, (ctx.slots[0], None))
         # The bias is added to the sequence shard, so its gradient sums this shard only.
         dbias = None if bias is None else _give(ctx.slots[1], bias, lambda out: _add_rows(out, dy))
-        return total @ weight, dweight, dbias, None, None, None, None
+        return total @ weight, dweight, dbias, None, None, None
 
 
 def _linear_grads(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, slots: tuple[GradSlot | None, GradSlot | None]
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, slots: Slots
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gives away the gradients of a linear with inputs x (..., I) and output gradients dy (..., O)."""
     dweight = _give(
@@ -147,7 +133,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S or S / tp, B, I) -> (S, B, O)."""
-        y: Tensor = _ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sp, self.weight_grad, self.bias_grad)
+        slots = (self.weight_grad, self.bias_grad)
+        y: Tensor = _ColumnLinear.apply(x, self.weight, self.bias, self.axis, self.sp, slots)
         return y
 
 
@@ -168,7 +155,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(S, B, I) -> (S or S / tp, B, O)."""
-        y: Tensor = _RowLinear.apply(x, self.weight, self.bias, self.axis, self.sp, self.weight_grad, self.bias_grad)
+        slots = (self.weight_grad, self.bias_grad)
+        y: Tensor = _RowLinear.apply(x, self.weight, self.bias, self.axis, self.sp, slots)
         return y
 
 
@@ -249,18 +237,10 @@ class _RMSNorm(Function):
 
 class _LayerNorm(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-        weight_slot: GradSlot | None,
-        bias_slot: GradSlot | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, slots: Slots) -> Tensor:
         y, mean, rstd = kernels.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.slots = (weight_slot, bias_slot)
+        ctx.slots = slots
         return y
 
     @staticmethod
@@ -269,7 +249,7 @@ class _LayerNorm(Function):
         dx, dweight, dbias = kernels.layer_norm_backward(dy, x, weight, mean, rstd)
         weight_grad = _give(ctx.slots[0], weight, lambda out: _add(out, dweight))
         bias_grad = _give(ctx.slots[1], bias, lambda out: _add(out, dbias))
-        return dx, weight_grad, bias_grad, None, None, None
+        return dx, weight_grad, bias_grad, None, None
 
 
 def _add(out: Tensor, grad: Tensor) -> None:
@@ -293,7 +273,7 @@ class Norm(nn.Module):
         if self.bias is None:
             y: Tensor = _RMSNorm.apply(x, self.weight, self.eps, self.weight_grad)
         else:
-            y = _LayerNorm.apply(x, self.weight, self.bias, self.eps, self.weight_grad, self.bias_grad)
+            y = _LayerNorm.apply(x, self.weight, self.bias, self.eps, (self.weight_grad, self.bias_grad))
         return y
 
 

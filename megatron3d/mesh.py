@@ -74,7 +74,9 @@ class Mesh:
         """
         grid = Grid(pp=parallel.pp, dp=parallel.dp, tp=parallel.tp)
         if grid.size != launch.world_size:
-            raise ConfigError(f"the mesh {dict(grid.sizes)} has {grid.size} ranks, the job {launch.world_size} processes")
+            raise ConfigError(
+                f"the mesh {dict(grid.sizes)} has {grid.size} ranks, the job {launch.world_size} processes"
+            )
         if grid.size == 1:
             return Mesh.single(device)
         timeout = timedelta(seconds=parallel.timeout_seconds)
