@@ -122,10 +122,10 @@ def _finite(value: Any) -> Any:
 def _rows_up_to(file: Path, step: int) -> list[str]:
     """Lines of an earlier run to keep; a line cut off by a crash is dropped."""
     kept = []
-    for line in file.read_text().splitlines(keepends=True) if file.exists() else []:
+    for line in file.read_text().splitlines() if file.exists() else []:
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line)
+                kept.append(line + "\n")  # the last one may be whole but for its end
         except (ValueError, KeyError, TypeError):
             continue
     return kept

@@ -232,8 +232,8 @@ def describe(config: Config, mesh: Mesh, steps: int) -> str:
         f"mesh: tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} on {mesh.grid.size} x {mesh.device.type}, "
         f"layers per stage {layers}, {parallel.schedule}, ZeRO-{parallel.zero}, "
         f"sequence parallel {'on' if parallel.sp else 'off'}\n"
-        f"step: {batch.global_batch_size} samples = {config.num_microbatches} microbatches of "
-        f"{batch.micro_batch_size} on {parallel.dp} data-parallel ranks; from step {steps} to {config.run.train_steps}\n"
+        f"step: {batch.global_batch_size} samples = {config.num_microbatches} microbatches of {batch.micro_batch_size} "
+        f"on {parallel.dp} data-parallel ranks; from step {steps} to {config.run.train_steps}\n"
         f"work: {flops_per_token(model) / 1e6:,.1f} MFLOP per token, causal attention counted once "
         f"({flops_per_token(model, full_attention=True) / 1e6:,.1f} if counted in full, as many publications do)"
     )
