@@ -10,27 +10,27 @@ import sys
 
 from megatron3d.cli import parse
 from megatron3d.launch import launch_from_environment, use_repeatable_cublas, user_errors
+from megatron3d.resume import check_folders, check_loadable
 
 
 def main(argv: list[str]) -> None:
     """Parses and checks, then builds the mesh and trains."""
-    with user_errors():
-        launch = launch_from_environment()
-        config = parse(argv, launch)
-        if config.run.deterministic:
-            use_repeatable_cublas()
+    launch = launch_from_environment()
+    config = parse(argv, launch)
+    changed = check_loadable(config) if config.checkpoint.load else []
+    check_folders(config)
+    if config.run.deterministic:
+        use_repeatable_cublas()
 
-        import torch
+    import torch
 
-        from megatron3d.checkpoint import check_loadable
-        from megatron3d.data import open_datasets
-        from megatron3d.mesh import Mesh, pick_device
-        from megatron3d.trainer import Trainer
+    from megatron3d.data import open_datasets
+    from megatron3d.mesh import Mesh, pick_device
+    from megatron3d.trainer import Trainer
 
-        torch.use_deterministic_algorithms(config.run.deterministic)
-        device = pick_device(config.run.device, launch)
-        datasets = open_datasets(config.data, config.model, config.run.seed)
-        changed = check_loadable(config) if config.checkpoint.load else []
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    device = pick_device(config.run.device, launch)
+    datasets = open_datasets(config.data, config.model, config.run.seed)
 
     mesh = Mesh.create(config.parallel, launch, device, deterministic=config.run.deterministic)
     if mesh.is_main and changed:
@@ -40,4 +40,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with user_errors():
+        main(sys.argv[1:])

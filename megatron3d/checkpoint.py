@@ -17,107 +17,29 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron3d.comm import agree, gather_objects
-from megatron3d.config import Config, ConfigError
+from megatron3d.comm import agree, gather_objects, gather_to_first
+from megatron3d.config import Config, JobError
 from megatron3d.config_io import from_dict, to_dict
-from megatron3d.layout import Box, Run, box_shape, intersect, owned, relative, runs, volume
-from megatron3d.mesh import Mesh
+from megatron3d.layout import Box, Run, box_shape, intersect, relative, runs, volume
+from megatron3d.mesh import Axis, Mesh
 from megatron3d.optimizer import Optimizer, Span
 from megatron3d.params import ParamSpec, param_table
+from megatron3d.resume import FORMAT, Index, newest, read_index
 from megatron3d.weights import FlatWeights
 
-FORMAT = 1
-STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
-# Fields of the model that do not touch the parameters' meaning: a resumed run may change them.
-FREE_MODEL_FIELDS = frozenset({"seq_length", "sliding_window", "dropout", "init_std"})
-
-Index = dict[str, Any]
-
-
-# Finding and checking, without processes ------------------------------------------------------------------------------
-
-
-def newest(folder: str | Path) -> Path:
-    """The checkpoint that `--load folder` means: `folder` itself, the one `latest` names, or the highest step in it.
-
-    Raises ConfigError where there is none: a wrong path never starts a run from random weights.
-    """
-    root = Path(folder)
-    if (root / "index.json").is_file():
-        return root
-    if (root / "latest").is_file():
-        named = root / (root / "latest").read_text().strip()
-        if (named / "index.json").is_file():
-            return named
-    whole = sorted(path.parent for path in root.glob("step-*/index.json"))
-    if not whole:
-        raise ConfigError(
-            f"--load {folder}: there is no checkpoint. A checkpoint folder has a file `latest` and a folder step-... "
-            f"with an index.json in it, as --save writes them"
-        )
-    return whole[-1]
-
-
-def read_index(folder: str | Path) -> Index:
-    """Index of the checkpoint that `--load folder` means; ConfigError if it is unreadable."""
-    path = newest(folder) / "index.json"
-    try:
-        index: Index = json.loads(path.read_text())
-        known = index["format"] == FORMAT and bool(index["meta"]) and bool(index["tensors"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a checkpoint's index: {error}") from error
-    if not known:
-        raise ConfigError(f"{path} has format {index['format']}, and this version reads format {FORMAT}")
-    return index
-
-
-def saved_config(index: Index) -> Config:
-    """The resolved config of the run that saved the checkpoint."""
-    return from_dict(index["meta"]["config"], source="the checkpoint's config")
-
-
-def check_loadable(config: Config) -> list[str]:
-    """Refuses (ConfigError) a resume whose model is another one; returns what else differs, as lines to show.
-
-    Needs no processes, so that a mistake costs no start-up.
-    """
-    index = read_index(config.checkpoint.load)
-    saved, now = to_dict(saved_config(index)), to_dict(config)
-    differing = [
-        f"{name} {saved['model'].get(name)} -> {value}"
-        for name, value in now["model"].items()
-        if saved["model"].get(name) != value and not _is_free(name, config)
-    ]
-    if differing:
-        raise ConfigError(
-            f"--load {config.checkpoint.load}: the checkpoint is of another model: {', '.join(differing)}. "
-            f"Use the config it was saved with"
-        )
-    if index["meta"]["step"] > config.run.train_steps:
-        raise ConfigError(
-            f"--load {config.checkpoint.load}: the checkpoint is at step {index['meta']['step']}, beyond --train-steps "
-            f"{config.run.train_steps}. Give a larger --train-steps to go on"
-        )
-    return [
-        f"{section}.{name}: {saved[section].get(name)} when saved, {value} now"
-        for section in ("batch", "optim", "data", "run")
-        for name, value in now[section].items()
-        if saved[section].get(name) != value and name not in ("device", "eval_interval", "eval_steps", "deterministic")
-    ]
-
-
-def _is_free(field: str, config: Config) -> bool:
-    return field in FREE_MODEL_FIELDS or (field == "max_position" and config.model.position_embedding != "learned")
+T = TypeVar("T")
+Stored = Mapping[str, Any]
+"""One box in the index: box, file, key, crc32."""
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -126,46 +48,45 @@ def _is_free(field: str, config: Config) -> bool:
 def save(folder: str | Path, config: Config, counts: Mapping[str, int], optimizer: Optimizer, mesh: Mesh) -> Path:
     """Writes a checkpoint of `counts["step"]`; a collective call. Returns its folder.
 
-    It appears under its final name only when every rank's file is on the disk. Raises RuntimeError on all ranks if any
-    of them failed, and then nothing under a final name has changed.
+    It appears under its final name only when every rank's file is on the disk, and `latest` names it only after that.
+    Raises JobError on all ranks if any of them failed; `latest` then names the checkpoint it named before.
     """
     optimizer.weights.finish_gather()
     root = Path(folder)
     final = root / f"step-{counts['step']:08d}"
     aside = root / f".{final.name}.partial"
-    if mesh.is_main:
-        agree(_attempt(lambda: _make_empty(aside)), mesh.control)
-    else:
-        agree(None, mesh.control)
-    entries: list[dict[str, Any]] = []
-    problem = _attempt(lambda: entries.extend(_write_rank(aside, optimizer, mesh)))
-    agree(problem, mesh.control)
-    everyones = gather_objects(entries, mesh.control)
+    _together("saving", lambda: _make_room(aside) if mesh.is_main else None, mesh.control)
+    entries = _together("saving", lambda: _write_rank(aside, optimizer, mesh), mesh.control)
+    everyones = [entry for rank in gather_to_first(entries, mesh.control) for entry in rank]
     meta = {**counts, "adam_count": optimizer.count, "config": to_dict(config)}
-    commit = lambda: _commit(root, aside, final, meta, [entry for rank in everyones for entry in rank])  # noqa: E731
-    agree(_attempt(commit) if mesh.is_main else None, mesh.control)
+    _together("saving", lambda: _commit(root, aside, final, meta, everyones) if mesh.is_main else None, mesh.control)
     return final
 
 
-def _attempt(action: Any) -> str | None:
-    """What went wrong in `action`, in words that can travel to the other ranks."""
+def _together(doing: str, action: Callable[[], T], control: Axis) -> T:
+    """The result of `action`, once it has succeeded on all ranks; else all raise JobError with the first words."""
+    results: list[T] = []
+    problem = None
     try:
-        action()
+        results.append(action())
     except Exception as error:
-        return f"saving failed: {type(error).__name__}: {error}"
-    return None
+        problem = f"{doing} failed: {type(error).__name__}: {error}"
+    agree(problem, control)
+    return results[0]
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _make_room(aside: Path) -> None:
+    """An empty folder to write to; what interrupted saves have left behind goes."""
+    for left in aside.parent.glob(".step-*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    aside.mkdir(parents=True)
 
 
 def _write_rank(folder: Path, optimizer: Optimizer, mesh: Mesh) -> list[dict[str, Any]]:
     """Writes the boxes this rank owns to its file and returns their index entries."""
     file = f"rank-{mesh.rank:05d}.safetensors"
     tensors, entries = {}, []
-    for kind, run, element, box, values in _owned_boxes(optimizer, mesh):
+    for kind, run, element, box, values in _owned_boxes(optimizer):
         key = f"{kind}/{run.part.spec.name}/{element}"
         tensors[key] = values.detach().to("cpu", copy=True).contiguous()
         entries.append(
@@ -184,12 +105,10 @@ def _write_rank(folder: Path, optimizer: Optimizer, mesh: Mesh) -> list[dict[str
     return entries
 
 
-def _owned_boxes(optimizer: Optimizer, mesh: Mesh) -> Iterator[tuple[str, Run, int, Box, Tensor]]:
+def _owned_boxes(optimizer: Optimizer) -> Iterator[tuple[str, Run, int, Box, Tensor]]:
     """(kind, run, first element, box, values) of everything this rank answers for."""
-    layout = optimizer.weights.layout
-    for bucket, buffer, span in zip(layout.buckets, optimizer.weights.buckets, optimizer.spans, strict=True):
-        piece = bucket.piece(mesh.dp.rank, mesh.dp.size)
-        for run in owned(bucket, piece, optimizer.sites, {"tp": mesh.tp.rank}):
+    for buffer, span in zip(optimizer.weights.buckets, optimizer.spans, strict=True):
+        for run in span.owned:
             for element, box in run.boxes():
                 yield "weight", run, element, box, _view(buffer, element, box)
                 for kind, tensor in _state(span).items():
@@ -215,9 +134,15 @@ def _commit(root: Path, aside: Path, final: Path, meta: dict[str, Any], entries:
     _write_synced(aside / "index.json", json.dumps({"format": FORMAT, "meta": meta, "tensors": tensors}, indent=1))
     _sync(aside)
     replaced = root / f".{final.name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)  # a crash may have left one
     if final.exists():
         final.rename(replaced)
-    aside.rename(final)
+    try:
+        aside.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     _write_synced(root / "latest.tmp", final.name + "\n")
     (root / "latest.tmp").replace(root / "latest")
     _sync(root)
@@ -241,7 +166,7 @@ def _tensor_index(entries: list[dict[str, Any]], specs: Mapping[str, ParamSpec])
     return tensors
 
 
-def _box(stored: Mapping[str, Any]) -> Box:
+def _box(stored: Stored) -> Box:
     return tuple((start, stop) for start, stop in stored["box"])
 
 
@@ -280,10 +205,11 @@ class _Wanted:
 def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """Fills weights and optimizer state from a checkpoint of any layout; a collective call. Returns its meta.
 
-    Raises RuntimeError on all ranks if any of them found a box damaged or a value missing.
+    Raises JobError on all ranks if any of them found no checkpoint, a box damaged or a value missing.
     """
-    path = Path(gather_objects(str(newest(folder)) if mesh.is_main else "", mesh.control)[0])
-    index = read_index(path)
+    found = _together("loading", lambda: str(newest(folder)) if mesh.is_main else "", mesh.control)
+    path = Path(gather_objects(found, mesh.control)[0])
+    index = _together("loading", lambda: read_index(path), mesh.control)
     problem = _attempt_load(path, index, [*_wanted_weights(optimizer.weights, index), *_wanted_state(optimizer, index)])
     agree(problem, mesh.control)
     optimizer.count = index["meta"]["adam_count"]
@@ -292,12 +218,12 @@ def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]
 
 
 def load_weights(folder: str | Path, weights: FlatWeights) -> dict[str, Any]:
-    """Fills weights alone, for inference; returns the checkpoint's meta. Raises RuntimeError for a damaged one."""
+    """Fills weights alone, for inference; returns the checkpoint's meta. Raises JobError for a damaged one."""
     path = newest(folder)
     index = read_index(path)
     problem = _attempt_load(path, index, list(_wanted_weights(weights, index)))
     if problem is not None:
-        raise RuntimeError(problem)
+        raise JobError(problem)
     meta: dict[str, Any] = index["meta"]
     return meta
 
@@ -328,29 +254,34 @@ def _attempt_load(path: Path, index: Index, wanted: list[_Wanted]) -> str | None
     by_tensor: dict[tuple[str, str], list[_Wanted]] = {}
     for want in wanted:
         by_tensor.setdefault((want.kind, want.name), []).append(want)
+    by_file: dict[str, list[tuple[Stored, list[_Wanted]]]] = {}
+    reading = path / "index.json"
     try:
         for (kind, name), wants in by_tensor.items():
             for stored in index["tensors"].get(kind, {}).get(name, {"boxes": []})["boxes"]:
-                _copy(path, stored, wants)
+                if any(intersect(_box(stored), want.box) for want in wants):
+                    by_file.setdefault(stored["file"], []).append((stored, wants))
+        for file, found in by_file.items():
+            reading = path / file
+            _copy_from(reading, found)
     except Exception as error:
-        return f"loading {path} failed: {type(error).__name__}: {error}"
+        return f"loading {reading} failed: {type(error).__name__}: {error}"
     missing = sorted({f"{want.kind} of {want.name}" for want in wanted if want.missing})
     if missing:
         return f"{path} lacks values of {len(missing)} tensors: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}"
     return None
 
 
-def _copy(path: Path, stored: Mapping[str, Any], wants: list[_Wanted]) -> None:
-    box = _box(stored)
-    meeting = [(want, common) for want in wants if (common := intersect(box, want.box)) is not None]
-    if not meeting:
-        return
-    with safe_open(str(path / stored["file"]), framework="pt") as file:
-        values = file.get_tensor(stored["key"])
-    if _crc(values) != stored["crc32"] or tuple(values.shape) != box_shape(box):
-        raise ValueError(
-            f"{stored['key']} in {stored['file']} is damaged: its checksum or shape differs from the index"
-        )
-    for want, common in meeting:
-        want.into[relative(common, want.box)] = values[relative(common, box)].to(want.into)
-        want.missing -= volume(common)
+def _copy_from(path: Path, found: list[tuple[Stored, list[_Wanted]]]) -> None:
+    """Copies stored boxes of one file to where they are wanted, each read once and checked."""
+    with safe_open(str(path), framework="pt") as file:
+        for stored, wants in found:
+            box = _box(stored)
+            values: Tensor = file.get_tensor(stored["key"])
+            if tuple(values.shape) != box_shape(box) or _crc(values) != stored["crc32"]:
+                raise ValueError(f"{stored['key']} is damaged: its checksum or shape differs from the index")
+            for want in wants:
+                common = intersect(box, want.box)
+                if common is not None:
+                    want.into[relative(common, want.box)] = values[relative(common, box)].to(want.into)
+                    want.missing -= volume(common)

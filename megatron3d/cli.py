@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from megatron3d.config import Config, ConfigError, RopeScaling
 from megatron3d.config_io import load_toml, to_toml
 from megatron3d.launch import Launch
-from megatron3d.megatron_names import ALIASES, translate
+from megatron3d.megatron_names import ALIASES, IMPLIED, translate
 from megatron3d.params import num_parameters, param_table
 from megatron3d.validate import check_can_train, resolve
 from megatron3d.words import commas, did_you_mean, flag
@@ -32,6 +33,7 @@ T = TypeVar("T")
 C = TypeVar("C", bound=Config)
 
 MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands, tyro.conf.PositionalMetavarFromFieldName)
+THEIR_NAMES = {**ALIASES, **IMPLIED}
 MODEL_CONFIGS = Path(__file__).resolve().parent / "model_configs"
 SWITCHES = {"--sp": ["--sp", "True"], "--no-sp": ["--sp", "False"]}  # three states: its flag needs a value inside
 
@@ -43,14 +45,16 @@ class _CommandLine(Config):
     config: str = ""
     """A name from model_configs/, or the path of a TOML file; flags override it."""
     print_config: bool = False
-    """Print the resolved settings as TOML, with the number of parameters, and stop."""
+    """Print the resolved settings as TOML, with the number of parameters, and stop. What follows from others is a
+    comment, so the text is a file for --config on any layout."""
 
 
 def parse(argv: Sequence[str], launch: Launch) -> Config:
     """The resolved config that the words `argv` (without the program's name) describe.
 
-    `--help` and `--print-config` print from the first rank and leave with SystemExit(0); the latter needs neither data
-    nor torchrun: without it, it supposes as many processes as the layout asks for. Raises ConfigError.
+    Paths of data and tokenizer are absolute in it: a checkpoint keeps them, and is used from other folders. `--help`
+    and `--print-config` print from the first rank and leave with SystemExit(0); the latter needs neither data nor
+    torchrun: without it, it supposes as many processes as the layout asks for. Raises ConfigError.
     """
     aloud = launch.rank == 0
     words = [part for word in translate(argv) for part in SWITCHES.get(word, [word])]
@@ -58,15 +62,15 @@ def parse(argv: Sequence[str], launch: Launch) -> Config:
     # Scaling of the rotary frequencies is a table, not a flag: it passes the flags by.
     shown = replace(base, model=replace(base.model, rope_scaling=None))
     line = _run_tyro(
-        _CommandLine, words, default=_copy(_CommandLine, shown), known=ALIASES, epilogue=_alias_help(), aloud=aloud
+        _CommandLine, words, default=_copy(_CommandLine, shown), known=THEIR_NAMES, epilogue=_alias_help(), aloud=aloud
     )
     config = _copy(Config, line)
     config = replace(config, model=replace(config.model, rope_scaling=base.model.rope_scaling))
     if line.print_config:
-        _print_config(config, launch)
+        _print_config(_with_absolute_paths(config), launch)
     config = resolve(config, world_size=launch.world_size)
     check_can_train(config)
-    return config
+    return _with_absolute_paths(config)
 
 
 def parse_tool(cls: type[T], argv: Sequence[str], description: str) -> T:
@@ -99,16 +103,41 @@ def _load_base(words: Sequence[str]) -> Config:
     return load_toml(MODEL_CONFIGS / f"{named[-1]}.toml")
 
 
+def _with_absolute_paths(config: Config) -> Config:
+    """Data and tokenizer found from any folder."""
+    data = config.data
+    path = os.path.abspath(data.data_path) if data.data_path else ""
+    tokenizer = data.tokenizer if data.tokenizer in ("", "byte") else os.path.abspath(data.tokenizer)
+    return replace(config, data=replace(data, data_path=path, tokenizer=tokenizer))
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Around what prints and ends the program: `| head -1` closes the pipe before all is written, and that is fine."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed there at the exit
+        sys.exit(0)
+
+
+@_reader_may_leave()
 def _print_config(config: Config, launch: Launch) -> NoReturn:
-    """Print the resolved config from the first rank, and leave."""
+    """Print the resolved config from the first rank, what the user left open as comments, and leave."""
     layout = config.parallel
     world_size = launch.world_size if launch.from_torchrun else max(1, layout.tp * layout.pp * max(layout.dp, 1))
     resolved = resolve(config, world_size=world_size)
     if launch.rank == 0:
-        print(f"# {num_parameters(param_table(resolved.model)):,} parameters\n{to_toml(resolved)}", end="")
+        given = set(to_toml(config).split("\n"))  # keys are unique over all sections, so lines are too
+        lines = [line if line in given else f"# {line}  (follows)" for line in to_toml(resolved).split("\n")]
+        print(f"# {num_parameters(param_table(resolved.model)):,} parameters", *lines, sep="\n", end="")
     sys.exit(0)
 
 
+@_reader_may_leave()
 def _run_tyro(
     cls: type[T],
     words: Sequence[str],
@@ -213,5 +242,5 @@ def _flags(cls: type) -> Iterator[str]:
 
 def _alias_help() -> str:
     """Megatron-LM's names, for the end of the help text."""
-    rows = [f"  {theirs:<40} {ours}" for theirs, ours in ALIASES.items()]
+    rows = [f"  {theirs:<40} {ours}" for theirs, ours in THEIR_NAMES.items()]
     return "\n".join(["Megatron-LM's names are understood too:", *rows])

@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron3d.config import JobError
 from megatron3d.mesh import Axis
 
 # torch 2.13 renames the tensor collectives; the old names remain with a warning.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-EXCHANGE_LIMIT = (
-    1 << 20
-)  # bytes a rank sends: up to here all ranks swap whole tensors, one round of messages instead of two
+# Bytes a rank sends: up to here all ranks swap whole tensors to add them up, one round of messages instead of two.
+EXCHANGE_LIMIT = 1 << 20
 
 
 class Pending:
@@ -83,7 +83,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """Sums over ranks and leaves each rank its share of dim 0 (which the size divides); into `out` if given."""
     if axis.group is None:
-        return _done(x)
+        return _done(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     x = x.contiguous()
     share = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
     if not axis.ordered:
@@ -185,11 +185,20 @@ def gather_objects(value: Any, control: Axis) -> list[Any]:
     return values
 
 
+def gather_to_first(value: Any, control: Axis) -> list[Any]:
+    """Python values of all ranks, in rank order, on the first rank; an empty list on the others."""
+    if control.group is None:
+        return [value]
+    values: list[Any] | None = [None] * control.size if control.rank == 0 else None
+    dist.gather_object(value, values, dst=control.ranks[0], group=control.group)
+    return values or []
+
+
 def agree(problem: str | None, control: Axis) -> None:
-    """Meets all ranks; if any of them has a problem, every rank raises `RuntimeError` with the first one's words."""
+    """Meets all ranks; if any of them has a problem, every rank raises `JobError` with the first one's words."""
     for rank, found in enumerate(gather_objects(problem, control)):
         if found is not None:
-            raise RuntimeError(f"rank {rank}: {found}")
+            raise JobError(f"rank {rank}: {found}")
 
 
 # Autograd pairs -------------------------------------------------------------------------------------------------------

@@ -28,6 +28,10 @@ class ConfigError(ValueError):
     """A mistake of the user's: the message says what is wrong, the numbers, and a legal choice."""
 
 
+class JobError(RuntimeError):
+    """What ends a running job and is known to all its ranks: one of them tells it, in one paragraph."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Llama-3 frequency scaling: long wavelengths are slowed by `factor`, short ones kept, those between blended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ def from_toml(text: str, base: Config | None = None, *, source: str = "the TOML 
     """`base` overlaid by `text`; `source` names the text in errors."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, endless brackets
         raise ConfigError(f"{source} is not valid TOML: {error}.") from None
     return from_dict(tables, base, source=source)
 
@@ -98,23 +99,25 @@ def _read_value(hint: Any, old: Any, value: Any, source: str, path: tuple[str, .
             choices = ", ".join(map(repr, get_args(hint)))
             raise ConfigError(f"{source}: {_place(path)} must be one of {choices}, not {value!r}.")
         return value
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is tuple and isinstance(value, list | tuple) and all(type(item) is int for item in value):
         return tuple(value)
-    if type(value) is not kind:  # not isinstance: true is no integer here
+    if type(value) is not kind or kind is tuple:  # not isinstance: true is no integer here
         raise ConfigError(f"{source}: {_place(path)} must be {EXPECTED[kind]}, not {value!r}.")
     return value
 
 
 def _place(path: tuple[str, ...]) -> str:
-    """("model", "rope_scaling", "factor") -> "[model.rope_scaling] factor"."""
-    return f"[{'.'.join(path[:-1])}] {path[-1]}" if len(path) > 1 else f"[{''.join(path)}]"
+    """("model", "rope_scaling", "factor") -> "[model.rope_scaling] factor"; () -> "it"."""
+    if not path:
+        return "it"
+    return f"[{'.'.join(path[:-1])}] {path[-1]}" if len(path) > 1 else f"[{path[0]}]"
 
 
 def _unknown_key(key: str, known: Collection[str], path: tuple[str, ...]) -> str:
     """What to say about a key that its table does not have."""
-    hint = did_you_mean(key, known)
+    hint = did_you_mean(str(key), known)
     for section in dataclasses.fields(Config):
         if key in get_type_hints(section.default_factory):
             hint = f" It belongs to [{section.name}]."

@@ -2,7 +2,8 @@
 
 The one idea: reading is in two halves, so that the second can run in other processes. `raw_documents` walks the files
 and yields undecoded documents with their place; `parse` makes text of one or says what is wrong with it. In a file of
-JSON lines (.jsonl, .ndjson, .json) each line is a document, under one key of an object; any other file is one document.
+JSON lines (.jsonl, .ndjson, .json) each line is a document, under one key of an object, and blank lines are ignored:
+neither documents nor mistakes. Any other file is one document.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def raw_documents(files: Sequence[Path]) -> Iterator[RawDocument]:
                     yield RawDocument(str(path), 0, file.read().removeprefix(codecs.BOM_UTF8))
                     continue
                 for number, line in enumerate(file, start=1):  # of bytes: ends at \n alone, as JSON lines do
-                    yield RawDocument(str(path), number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
+                    content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                    if content.strip():
+                        yield RawDocument(str(path), number, content)
         except OSError as error:
             raise ConfigError(f"Cannot read the input {path}: {error.strerror}.") from None
 
@@ -104,8 +107,6 @@ def bad_document(document: RawDocument, reason: str) -> BadDocument:
 
 
 def _text_of_line(line: str, json_key: str) -> str:
-    if not line.strip():
-        raise ValueError("a blank line, not a JSON object")
     record = json.loads(line)
     if not isinstance(record, dict):
         raise ValueError(f"{JSON_NAMES.get(type(record), 'a string')} instead of a JSON object")

@@ -23,14 +23,18 @@ import torch
 from numpy.typing import NDArray
 
 from megatron3d.config import ConfigError, DataConfig, ModelConfig
-from megatron3d.indexed import IndexedDataset
+from megatron3d.indexed import CHUNK, IndexedDataset
 from megatron3d.rng import key64
 from megatron3d.tokenizer import load_tokenizer
+from megatron3d.validate import split_shares
 
 Ids = NDArray[np.int64]
 
 IGNORE = -100
 """Label of a position that takes no part in the loss; any negative label does."""
+
+CHECKED_TOKENS = 100_000_000
+"""Tokens whose ids are looked at when a set is opened, a fraction of a second; those beyond, when they are read."""
 
 SPLITS = ("training", "validation", "test")
 MOCK_VALID_SAMPLES = 256
@@ -84,14 +88,9 @@ class TokenDataset:
         """(tokens, labels), (S,) each. ConfigError for an id outside the vocabulary."""
         window = sample_window(index, self.size, self.seed)
         first = self.indexed.start(self.documents.start) + window * self.seq_length
-        ids = self.indexed.tokens[first : first + self.seq_length + 1].astype(np.int64)
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
-            raise ConfigError(
-                f"The data at {self.indexed.prefix} has the token id {ids[at]} (at position {first + at}), but the "
-                f"model's vocabulary has {self.vocab_size} ids, 0 to {self.vocab_size - 1}. Use data written with the "
-                f"model's tokenizer, or a --vocab-size of at least the tokenizer's."
-            )
+        last = first + self.seq_length + 1
+        _check_ids(self.indexed, first, last, self.vocab_size)
+        ids = self.indexed.tokens[first:last].astype(np.int64)
         return ids[:-1], ids[1:]
 
 
@@ -142,8 +141,9 @@ class OnePass:
 def open_datasets(data: DataConfig, model: ModelConfig, seed: int) -> Datasets:
     """The training and the validation set of a run.
 
-    Raises ConfigError for a damaged pair of files and for training documents that do not fill one sample. A validation
-    split that does not fill one is None, with the reason.
+    Raises ConfigError for a damaged pair of files, for an id outside the vocabulary among the first CHECKED_TOKENS, and
+    for training documents that do not fill one sample. A validation split that does not fill one is None, with the
+    reason.
     """
     if data.mock_data:
         train, valid = (
@@ -151,12 +151,9 @@ def open_datasets(data: DataConfig, model: ModelConfig, seed: int) -> Datasets:
             for name, size in zip(SPLITS[:2], (0, MOCK_VALID_SAMPLES), strict=True)
         )
         return Datasets(train, valid, "")
-    if not data.data_path:
-        raise ConfigError(
-            "There is nothing to train on: give --data-path PREFIX, or --mock-data for generated samples."
-        )
     _check_tokenizer(data.tokenizer, model.vocab_size)
     indexed = IndexedDataset(data.data_path)
+    _check_ids(indexed, 0, min(len(indexed.tokens), CHECKED_TOKENS), model.vocab_size)
     parts = [
         TokenDataset(
             indexed=indexed, documents=part, seq_length=model.seq_length, seed=seed, vocab_size=model.vocab_size
@@ -170,6 +167,21 @@ def open_datasets(data: DataConfig, model: ModelConfig, seed: int) -> Datasets:
     if parts[1].size == 0:
         return Datasets(parts[0], None, _too_small(parts[1], 1, data.split))
     return Datasets(parts[0], parts[1], "")
+
+
+def _check_ids(indexed: IndexedDataset, first: int, last: int, vocab_size: int) -> None:
+    """Refuses an id outside the vocabulary among the tokens [first, last)."""
+    for start in range(first, last, CHUNK):
+        ids = indexed.tokens[start : min(start + CHUNK, last)]
+        if ids.min() >= 0 and ids.max() < vocab_size:
+            continue
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        raise ConfigError(
+            f"The data at {indexed.prefix} have the token id {ids[at]} (at position {start + at}, in document "
+            f"{indexed.document_at(start + at)}), but the model's vocabulary has {vocab_size} ids, 0 to "
+            f"{vocab_size - 1}. Use data written with the model's tokenizer, or a --vocab-size of at least the "
+            f"tokenizer's."
+        )
 
 
 def _check_tokenizer(spec: str, vocab_size: int) -> None:
@@ -193,19 +205,9 @@ def _too_small(part: TokenDataset, which: int, split: str) -> str:
 def split_documents(shares: str, num_documents: int) -> tuple[range, range, range]:
     """The documents of training, validation and test: consecutive ranges in proportion to `shares`, e.g. "969,30,1".
 
-    Bounds are the running sums of the shares, each rounded to the nearest document. ConfigError for anything but one
-    to three numbers, none negative and not all zero.
+    Bounds are the running sums of the shares, each rounded to the nearest document. ConfigError as `split_shares`.
     """
-    try:
-        parts = [Fraction(share.strip()) for share in shares.split(",")]
-    except (ValueError, ZeroDivisionError):
-        parts = []
-    if not 1 <= len(parts) <= len(SPLITS) or min(parts) < 0 or sum(parts) == 0:
-        raise ConfigError(
-            f"--split {shares!r} must be one to three shares for {', '.join(SPLITS)}, none negative and not all zero, "
-            f"for example 969,30,1."
-        )
-    parts += [Fraction(0)] * (len(SPLITS) - len(parts))
+    parts = split_shares(shares)
     bounds = [round(num_documents * part / sum(parts)) for part in accumulate(parts, initial=Fraction(0))]
     train, valid, test = (range(first, end) for first, end in pairwise(bounds))
     return train, valid, test

@@ -8,6 +8,7 @@ gradients over tp, then the two uses of a tied embedding, and only then reduces 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class FlatGrads:
         for i, bucket in enumerate(layout.buckets):
             for slot in bucket.slots:
                 view = self.buckets[i][slot.offset : slot.offset + slot.tensor.size].view(slot.tensor.shape)
-                _bind(stage, slot.tensor, _Slot(view, lambda i=i: self._count(i)))  # type: ignore[misc]
+                _bind(stage, slot.tensor, _Slot(view, partial(self._count, i)))
                 if len(slot.tensor.parts[0].spec.sites) > 1:
                     self._shared = view
         self._tied_use = self._second_use(stage, layout.tied_use, dtype, device)
@@ -74,7 +75,7 @@ class FlatGrads:
         if tensor is None:
             return None
         view = torch.zeros(tensor.shape, dtype=dtype, device=device)
-        _bind(stage, tensor, _Slot(view, lambda: self._count(len(self.buckets) - 1)))
+        _bind(stage, tensor, _Slot(view, partial(self._count, len(self.buckets) - 1)))
         return view
 
     def begin(self, num_microbatches: int) -> None:

@@ -92,6 +92,11 @@ class IndexedDataset:
         """The tokens of a document, whatever sequences it is made of."""
         return self.tokens[self.start(index) : self.start(index + 1)]
 
+    def document_at(self, position: int) -> int:
+        """The document of the token at a flat position."""
+        sequence = np.searchsorted(self.offsets, position * self.tokens.itemsize, side="right") - 1
+        return int(np.searchsorted(self.bounds, sequence, side="right")) - 1
+
     def _find_fault(self) -> str:
         """What is wrong with lengths, offsets or documents; empty if nothing is."""
         end = 0
@@ -119,7 +124,7 @@ class IndexedWriter:
 
     The files are written aside and renamed when the block ends without an error: .bin first, then .idx, an older .idx
     removed before, so that no moment shows a pair of two kinds. After an error nothing is left. `dtype` is that of
-    `token_dtype`. Memory: 4 bytes per document.
+    `token_dtype`. Memory: 4 bytes per document. Folders are made; ConfigError where nothing can be written.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any]) -> None:
@@ -128,7 +133,13 @@ class IndexedWriter:
         self.lengths = array("i")
         self.num_tokens = 0
         self._asides = [Path(f"{path}.partial") for path in (bin_path(prefix), idx_path(prefix))]
-        self._bin = open(self._asides[0], "wb")  # noqa: SIM115 (closed in __exit__)
+        try:
+            bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(self._asides[0], "wb")  # noqa: SIM115 (closed in __exit__)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot write {bin_path(prefix)} ({error.strerror}). Name a prefix in a folder that can be written to."
+            ) from None
 
     def add_document(self, tokens: ArrayLike) -> None:
         """Append one document of any length, zero included; ConfigError where an id does not fit the type."""

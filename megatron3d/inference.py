@@ -39,4 +39,6 @@ def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Gener
     if top_k:
         least = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+    # The maximum becomes 0 and the division is done in fp64, so that no temperature makes infinity or 0 / 0 of it.
+    heights = (logits - logits.max()).double() / temperature
+    return int(torch.multinomial(heights.softmax(0), 1, generator=generator))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron3d.config import ConfigError
+from megatron3d.config import ConfigError, JobError
 
 TORCHRUN_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
@@ -81,21 +81,26 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Around a whole program: a ConfigError is told in one paragraph by one rank, and all ranks exit with code 2.
+    """Around a whole program: a ConfigError or JobError is told in one paragraph by one rank, and all ranks exit, with
+    code 2 for a user's mistake and 1 for a failure of the job.
 
-    A launcher kills the other ranks as soon as one has failed. So those that have nothing to say wait for the one that
-    has, and take the kill for their sign to leave; and that one gives the others the time to get so far.
+    A launcher kills the other ranks as soon as one has failed. So those that have nothing to say wait for the first
+    one, and take the kill for their sign to leave; and that one gives the others the time to get so far. If nobody has
+    come to kill them, the mistake is theirs alone (a file that this node lacks), and they tell it themselves.
     """
     try:
         yield
-    except ConfigError as error:
-        first = (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
-        if first:
+    except (ConfigError, JobError) as error:
+        code = 2 if isinstance(error, ConfigError) else 1
+        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+        if rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if any(os.environ.get(name) for name in TORCHRUN_RANKS):
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
-            time.sleep(FIRST_LINGERS if first else OTHERS_LINGER)
-        sys.exit(2)
+        if any(os.environ.get(name) for name in (*TORCHRUN_RANKS, *SLURM_RANKS)):
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+            time.sleep(FIRST_LINGERS if rank == "0" else OTHERS_LINGER)
+        if rank != "0":
+            print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        sys.exit(code)
 
 
 def use_repeatable_cublas() -> None:

@@ -22,17 +22,19 @@ def learning_rate(
 ) -> float:
     """Learning rate of update number `step`, counted from 0.
 
-    Warm-up is linear: peak * (step + 1) / (warmup_steps + 1), so no update is wasted on a rate of 0 and the peak is
-    reached at step warmup_steps. Then `constant` stays there; `linear` and `cosine` fall to `minimum`, which they reach
-    at the last step, train_steps - 1; `wsd` (warm-up, stable, decay) holds the peak and falls linearly over the last
-    decay_steps. Warm-up comes first where there is no room for both. Beyond the last step the rate stays what it was.
+    No update is wasted on the rate at either end. Warm-up is linear, peak * (step + 1) / (warmup_steps + 1), and would
+    reach the peak at step warmup_steps. From there `constant` stays; `linear` and `cosine` fall to `minimum`, which
+    they reach at step train_steps, one beyond the last; `wsd` (warm-up, stable, decay) holds the peak until the last
+    decay_steps updates, which lie evenly between peak and minimum, again reached at step train_steps. Warm-up comes
+    first where there is no room for both. Beyond train_steps the rate stays what it was there.
     """
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     if schedule == "constant":
         return peak
-    last = train_steps - 1
-    start = max(warmup_steps, last - decay_steps) if schedule == "wsd" else warmup_steps
-    progress = min(max((step - start) / max(last - start, 1), 0.0), 1.0)
+    if step >= train_steps:
+        return minimum
+    start = train_steps - (decay_steps + 1) if schedule == "wsd" else warmup_steps
+    progress = max(step - start, 0) / (train_steps - start)
     height = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
     return peak * height + minimum * (1 - height)

@@ -120,11 +120,6 @@ class Mesh:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
 
-    @property
-    def is_loss_rank(self) -> bool:
-        """Whether this rank's sums of the loss count: the last stage has them, its tp ranks have the same ones."""
-        return self.pp.rank == self.pp.size - 1 and self.tp.rank == 0
-
     def close(self) -> None:
         """Meets all ranks, so that none leaves while another still needs it; then destroys this mesh's groups, and
         torch.distributed if this mesh began it."""

@@ -121,7 +121,8 @@ class Attention(nn.Module):
         if tables is not None:
             query, key = rotary(query, *tables), rotary(key, *tables)
         if self.key_of_query is not None:
-            key, value = key[:, :, self.key_of_query], value[:, :, self.key_of_query]
+            # Slices, not an index: a list of indices would be copied to the device in every pass.
+            key, value = (torch.stack([x[:, :, i] for i in self.key_of_query], dim=2) for x in (key, value))
         y: Tensor = self.output(causal_attention(query, key, value).flatten(2))
         return y
 

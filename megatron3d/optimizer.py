@@ -18,7 +18,7 @@ from megatron3d import kernels
 from megatron3d.comm import all_reduce
 from megatron3d.config import OptimConfig
 from megatron3d.grads import FlatGrads
-from megatron3d.layout import merge, owned, runs
+from megatron3d.layout import Run, merge, owned, runs
 from megatron3d.mesh import Mesh
 from megatron3d.weights import FlatWeights
 
@@ -48,8 +48,10 @@ class Span:
     exp_avg_sq: Tensor | None
     ranges: list[tuple[int, int, bool]]
     """Elements [from, to) of the span that hold values, and whether they decay."""
+    owned: list[Run]
+    """Values of the bucket that this rank alone answers for: counts in the norm, writes into checkpoints."""
     counted: list[tuple[int, int]]
-    """Elements of the bucket that this rank counts in the global norm."""
+    """The elements of `owned`, neighbours joined."""
 
 
 class Optimizer:
@@ -79,6 +81,7 @@ class Optimizer:
             for decays in (True, False)
             for a, b in merge(held, keep=lambda spec, decays=decays: spec.decay == decays)  # type: ignore[misc]
         ]
+        mine = owned(bucket, piece, self.sites, {"tp": self.mesh.tp.rank})
         moments = self.config.optimizer == "adamw"
         return Span(
             start,
@@ -88,7 +91,8 @@ class Optimizer:
             exp_avg=torch.zeros_like(grad) if moments else None,
             exp_avg_sq=torch.zeros_like(grad) if moments else None,
             ranges=ranges,
-            counted=merge(owned(bucket, piece, self.sites, {"tp": self.mesh.tp.rank})),
+            owned=mine,
+            counted=merge(mine),
         )
 
     def reset_masters(self) -> None:
@@ -122,10 +126,11 @@ class Optimizer:
         return total
 
     def _round(self, norm: float) -> float:
-        """To fp32 unless the run is fp64: a last bit of the fp64 sum may differ between layouts, the rounded value
-        not."""
-        dtypes = {buffer.dtype for buffer in self.grads.buckets}
-        return norm if torch.float64 in dtypes else torch.tensor(norm, dtype=torch.float32).item()
+        """To fp32, or in an fp64 run to 36 bits: the last bits of the sum may differ between layouts, these not."""
+        if torch.float64 in {buffer.dtype for buffer in self.grads.buckets}:
+            wide = norm * (2.0**17 + 1)  # Veltkamp's split: 53 - 17 bits remain
+            return wide - (wide - norm)
+        return torch.tensor(norm, dtype=torch.float32).item()
 
     def _update(self, lr: float, scale: Tensor) -> None:
         self.count += 1

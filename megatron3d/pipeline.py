@@ -40,10 +40,15 @@ class Pipeline:
         self.stage, self.mesh = stage, mesh
         self.rows, self.hidden, self.dtype = rows, hidden, dtype
 
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's sums count: the stage with the head has them, and its tp ranks have the same ones."""
+        return self.stage.has_head and self.mesh.tp.rank == 0
+
     def train(self, ops: Sequence[Op], feed: Feed, *, micro_batch_size: int, seed: float) -> Tensor:
         """Forward and backward passes of one step; the loss of each valid token is weighted by the constant `seed`.
 
-        Returns fp64 [sum of losses, valid tokens] on the ranks whose sums count (Mesh.is_loss_rank), zeros elsewhere.
+        Returns fp64 [sum of losses, valid tokens] on the ranks whose sums count, zeros elsewhere.
         """
         return _Run(self, feed, micro_batch_size, seed).execute(ops)
 
@@ -58,6 +63,7 @@ class _Run:
 
     def __init__(self, pipeline: Pipeline, feed: Feed, micro_batch_size: int, seed: float | None) -> None:
         self.stage, self.mesh = pipeline.stage, pipeline.mesh
+        self.counts_loss = pipeline.counts_loss
         self.shape = (pipeline.rows, micro_batch_size, pipeline.hidden)
         self.dtype, self.feed, self.seed = pipeline.dtype, feed, seed
         self.received: dict[tuple[str, int], Pending] = {}
@@ -112,7 +118,7 @@ class _Run:
             self.inputs[microbatch], self.outputs[microbatch] = x, y
         if not stage.has_head:
             self.results["forward", microbatch] = y.detach()
-        elif self.mesh.is_loss_rank:
+        elif self.counts_loss:
             assert labels is not None
             self.sums += torch.stack([y.detach().sum(dtype=torch.float64), (labels >= 0).sum()])
 

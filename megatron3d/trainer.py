@@ -6,13 +6,14 @@ is its weights, the optimizer's, and two counts: steps taken and samples consume
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron3d import checkpoint
+from megatron3d import checkpoint, resume
 from megatron3d.comm import all_reduce
 from megatron3d.config import Config
 from megatron3d.cost import flops_per_token
@@ -24,7 +25,7 @@ from megatron3d.mesh import Mesh
 from megatron3d.metrics import MetricsLog, Row, peak_memory_bytes, peak_tflops, rates
 from megatron3d.model import GPTStage
 from megatron3d.optimizer import Optimizer, StepResult
-from megatron3d.params import num_parameters, param_table, stage_sites
+from megatron3d.params import EMBEDDING, HEAD, num_parameters, param_table, stage_sites
 from megatron3d.pipeline import Feed, MicroBatch, Pipeline
 from megatron3d.schedule import build
 from megatron3d.weights import FlatWeights
@@ -91,7 +92,7 @@ class Trainer:
         self.pipeline = Pipeline(self.stage, mesh, rows=rows, hidden=config.model.hidden_size, dtype=dtype)
         self.ops = build(parallel.schedule, parallel.pp, config.num_microbatches)[mesh.pp.rank]
         self.eval_ops = build("forward", parallel.pp, config.num_microbatches)[mesh.pp.rank]
-        self.steps = self.consumed_samples = self.skipped_steps = 0
+        self.steps = self.skipped_steps = self.consumed_samples = self.consumed_tokens = 0
 
     def step(self) -> StepResult:
         """One optimizer step on the next global batch."""
@@ -106,6 +107,7 @@ class Trainer:
             self.weights.finish_gather()
         self.steps += 1
         self.consumed_samples += batch.global_batch_size
+        self.consumed_tokens += tokens
         self.skipped_steps += not result.applied
         return result
 
@@ -131,7 +133,7 @@ class Trainer:
             feed = self._feed(valid, k * size)
             total += self.pipeline.evaluate(self.eval_ops, feed, micro_batch_size=self.config.batch.micro_batch_size)
         loss_sum, tokens = all_reduce(total, self.mesh.world).tolist()
-        return float(loss_sum / tokens)
+        return float(loss_sum / tokens) if tokens else math.nan
 
     def _feed(self, dataset: Dataset, first: int) -> Feed:
         """Microbatches of this data-parallel rank of the global batch that begins at sample `first`."""
@@ -157,7 +159,7 @@ class Trainer:
         counts = {
             "step": self.steps,
             "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_samples * self.config.model.seq_length,
+            "consumed_tokens": self.consumed_tokens,
             "skipped_steps": self.skipped_steps,
         }
         return checkpoint.save(folder, self.config, counts, self.optimizer, self.mesh)
@@ -165,8 +167,8 @@ class Trainer:
     def load(self, folder: str) -> None:
         """Goes on from a checkpoint of the same model, saved by any layout; a collective call."""
         meta = checkpoint.load(folder, self.optimizer, self.mesh)
-        self.steps, self.consumed_samples = meta["step"], meta["consumed_samples"]
-        self.skipped_steps = meta["skipped_steps"]
+        self.steps, self.skipped_steps = meta["step"], meta["skipped_steps"]
+        self.consumed_samples, self.consumed_tokens = meta["consumed_samples"], meta["consumed_tokens"]
 
     def run(self) -> None:
         """Trains to `train_steps`, evaluating, logging and saving on the way; a run that was loaded goes on."""
@@ -177,7 +179,7 @@ class Trainer:
         log.say(describe(config, self.mesh, self.steps))
         if run.eval_interval and self.datasets.valid is None:
             log.say(f"No evaluation: {self.datasets.no_valid_reason}")
-        saved = self.steps if config.checkpoint.load else -1
+        saved = self.steps if resume.continues(config) else -1
         try:
             while self.steps < run.train_steps:
                 log.write(self._timed_step())
@@ -204,7 +206,7 @@ class Trainer:
             "loss_scale": 1.0,
             "skipped_steps": self.skipped_steps,
             "consumed_samples": self.consumed_samples,
-            "consumed_tokens": self.consumed_samples * config.model.seq_length,
+            "consumed_tokens": self.consumed_tokens,
             **rates(config, seconds, self.mesh.grid.size, peak_tflops(device, config.log.peak_tflops)),
             "peak_memory_bytes": peak_memory_bytes(device),
         }
@@ -216,10 +218,11 @@ class Trainer:
 
 def _tied_peer(config: Config, mesh: Mesh) -> int | None:
     """Position on the pipeline axis of the stage that holds the other copy of a tied embedding."""
-    last = mesh.pp.size - 1
-    if not config.model.tied_embeddings or last == 0 or mesh.pp.rank not in (0, last):
+    layers, here = config.parallel.stage_layers, mesh.pp.rank
+    holders = [stage for stage in range(len(layers)) if {EMBEDDING, HEAD} & set(stage_sites(layers, stage))]
+    if not config.model.tied_embeddings or here not in holders:
         return None
-    return last - mesh.pp.rank
+    return next((stage for stage in holders if stage != here), None)
 
 
 def describe(config: Config, mesh: Mesh, steps: int) -> str:

@@ -4,6 +4,13 @@ The one idea: everything that can be known before a process group exists is judg
 itself (`RANGES`), the sizes together (sizes.py), and that no option is given where it has no effect. A refusal is one
 paragraph: what is wrong, the numbers, a legal choice. Only `check_can_train` looks at files; wrong types are refused
 where they come in (config_io.py, cli.py).
+
+An option has no effect where another one rules it out: a beta under SGD, an interval without a folder, --sp where there
+is no tp to save memory with. An option that says how a thing is done, or how often, merely states a fact where this run
+is too small for the thing to occur, and is accepted, so that one set of flags serves the job and its trial on one
+process: --schedule and --stage-layers at pp 1; --zero, --overlap and --bucket-size at dp 1; --no-sp at tp 1;
+--deterministic on a CPU; --timeout-seconds for one process; --save-interval and --eval-interval beyond --train-steps,
+at whose end both act anyway.
 """
 
 from __future__ import annotations
@@ -11,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 from megatron3d.config import (
@@ -194,19 +202,22 @@ def _check_data(data: DataConfig, run: RunConfig) -> None:
         )
 
 
-def split_shares(split: str) -> tuple[float, float, float]:
-    """The three shares of `--split`."""
+def split_shares(split: str) -> tuple[Fraction, Fraction, Fraction]:
+    """The shares of training, validation and test in `--split`; "9,1" leaves out the last, which is then 0."""
     try:
-        train, validation, test = (float(share) for share in split.split(","))
-    except ValueError:
+        shares = [Fraction(share.strip()) for share in split.split(",")]
+    except (ValueError, ZeroDivisionError):
+        shares = []
+    if not 1 <= len(shares) <= 3:
         raise ConfigError(
-            f"--split {split!r} must be three numbers with commas between them: the shares of training, validation and "
-            "test, e.g. 969,30,1."
-        ) from None
-    if train not in POSITIVE or validation not in OPTIONAL or test not in OPTIONAL:
+            f"--split {split!r} must be one to three numbers with commas between them: the shares of training, "
+            "validation and test, e.g. 969,30,1."
+        )
+    if shares[0] <= 0 or min(shares) < 0:
         raise ConfigError(
             f"--split {split} must give training a positive share, and validation and test none below 0, e.g. 969,30,1."
         )
+    train, validation, test = [*shares, Fraction(0), Fraction(0)][:3]
     return train, validation, test
 
 

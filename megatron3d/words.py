@@ -6,7 +6,10 @@ The one idea: every refusal names legal choices in the same form, so lists, divi
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterable, Sequence
+
+MOST_CHOICES = 12  # of a list: more are shortened, the last stays
 
 
 def flag(name: str) -> str:
@@ -21,8 +24,10 @@ def listed(items: Iterable[object], word: str) -> str:
 
 
 def divisors(number: int) -> str:
-    """4 -> "1, 2 or 4"."""
-    return listed((size for size in range(1, number + 1) if number % size == 0), "or")
+    """4 -> "1, 2 or 4"; long lists are shortened."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    sizes = sorted({*small, *(number // size for size in small)})
+    return listed(sizes if len(sizes) <= MOST_CHOICES else [*sizes[: MOST_CHOICES - 1], "...", sizes[-1]], "or")
 
 
 def commas(numbers: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import tyro
 
 from megatron3d.cli import parse, parse_tool
 from megatron3d.config import Config, ConfigError
-from megatron3d.config_io import from_toml, load_toml
+from megatron3d.config_io import from_toml
 from megatron3d.launch import Launch
-from megatron3d.megatron_names import ALIASES, VALUES, translate
+from megatron3d.megatron_names import ALIASES, IMPLIED, VALUES, translate
 from megatron3d.validate import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,6 +105,9 @@ EQUAL = [
     ),
     ("--lr-warmup-iters 5 --optimizer adam --adam-beta1 0.8", "--warmup-steps 5 --beta1 0.8"),
     ("--adam-beta2 0.99 --adam-eps 1e-7", "--beta2 0.99 --eps 1e-7"),
+    ("--attention-dropout 0 --seed 3", "--seed 3"),
+    ("--seed 3 --attention_dropout=0.0", "--seed 3"),
+    ("--group-query-attention --num-query-groups 2", "--num-query-groups 2"),
     ("--eval-interval 5 --eval-iters 3 --deterministic-mode", "--eval-interval 5 --eval-steps 3 --deterministic"),
 ]
 
@@ -122,6 +126,20 @@ def test_every_alias_leads_to_an_option_and_is_tested() -> None:
         with pytest.raises(ConfigError) as refusal:
             line(f"{ours} stray stray")
         assert "There is no option" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("--attention-dropout 0.1", "--attention-dropout 0.1: only 0 is possible.*layout.*--dropout"),
+        ("--attention-dropout none", "--attention-dropout none: only 0 is possible"),
+        ("--attention-dropout", "--attention-dropout --mock-data: only 0 is possible"),
+        ("--group-query-attention", "Give --num-query-groups N"),
+    ],
+)
+def test_megatron_names_that_ask_for_something_else(flags: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        line(flags)
 
 
 def test_translate_leaves_the_rest_alone() -> None:
@@ -175,7 +193,7 @@ OPTIONS = """
 def test_help_names_every_option_and_alias(capsys: pytest.CaptureFixture[str]) -> None:
     text = exits_quietly("--help", ALONE, capsys)
     wanted = re.findall(r"--\S+", OPTIONS)
-    assert set(wanted) | set(ALIASES) <= set(re.findall(r"--[a-z0-9-]+", text))
+    assert set(wanted) | set(ALIASES) | set(IMPLIED) <= set(re.findall(r"--[a-z0-9-]+", text))
     assert exits_quietly("--help", Launch(rank=1, world_size=2, from_torchrun=True), capsys) == ""
 
 
@@ -183,12 +201,13 @@ def test_print_config_is_a_resolved_config(capsys: pytest.CaptureFixture[str]) -
     flags = "--print-config --config llama3-405b --tp 8 --pp 2"
     text = exits_quietly(flags, ALONE, capsys)
     assert text.startswith("# 405,853,388,800 parameters\n[model]\n")
-    config = from_toml(text)
-    assert config.parallel.stage_layers == (63, 63)
-    assert config == resolve(config, world_size=16)
-    assert config.model.rope_scaling is not None
+    assert "\n# stage_layers = [63, 63]  (follows)\n" in text and "\n# sp = true  (follows)\n" in text
+    assert "\ntp = 8\n" in text and "\n# dp = 1  (follows)\n" in text
+    assert from_toml(text).model.rope_scaling is not None
     launched = Launch(world_size=32, from_torchrun=True)
-    assert from_toml(exits_quietly(flags, launched, capsys)).parallel.dp == 2
+    assert "\n# dp = 2  (follows)\n" in exits_quietly(flags, launched, capsys)
+    uncommented = from_toml(re.sub(r"^# (\w+ = .*)  \(follows\)$", r"\1", text, flags=re.MULTILINE))
+    assert uncommented == resolve(from_toml(text), world_size=16)
     assert exits_quietly(flags, replace(launched, rank=3), capsys) == ""
     with pytest.raises(ConfigError, match="--tp is 0"):
         parse(["--print-config", "--tp", "0"], ALONE)
@@ -197,7 +216,48 @@ def test_print_config_is_a_resolved_config(capsys: pytest.CaptureFixture[str]) -
 def test_printed_config_starts_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text(exits_quietly("--print-config --config tiny --lr 0.1 --mock-data", ALONE, capsys))
-    assert load_toml(file) == line("--config tiny --lr 0.1") == parse(["--config", str(file)], ALONE)
+    assert line("--config tiny --lr 0.1") == parse(["--config", str(file)], ALONE)
+
+
+def test_printed_config_goes_to_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What followed from the layout follows from the new one; what the user gave stays."""
+    flags = "--config tiny --tp 2 --micro-batch-size 3 --lr-schedule wsd"
+    four, eight = Launch(world_size=4, from_torchrun=True), Launch(world_size=8, from_torchrun=True)
+    file = tmp_path / "run.toml"
+    file.write_text(exits_quietly(f"--print-config {flags}", four, capsys))
+    assert line(f"--config {file}", four) == line(flags, four)
+    assert line(f"--config {file} --tp 2 --pp 2", eight) == line(f"{flags} --pp 2", eight)
+    config = line(f"--config {file} --tp 1 --pp 2 --train-steps 50", eight)
+    assert config == line(f"{flags} --tp 1 --pp 2 --train-steps 50", eight)
+    assert (config.parallel.dp, config.parallel.sp, config.batch.global_batch_size) == (4, False, 12)
+
+
+def test_paths_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint keeps them, and is used from other folders."""
+    for name in ("corpus.bin", "corpus.idx", "some.model"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["--data-path", "./corpus", "--tokenizer", "some.model"]
+    data = parse(words, ALONE).data
+    assert (data.data_path, data.tokenizer) == (str(tmp_path / "corpus"), str(tmp_path / "some.model"))
+    assert from_toml(exits_quietly(" ".join(["--print-config", *words]), ALONE, capsys)).data == data
+    assert parse(["--data-path", "corpus", "--tokenizer", "byte"], ALONE).data.tokenizer == "byte"
+    assert line("").data.data_path == line("").data.tokenizer == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "flag"),
+    [("pretrain_gpt.py", "--help"), ("pretrain_gpt.py", "--print-config"), ("tools/compare_runs.py", "--help")],
+)
+def test_a_reader_that_leaves_is_no_mistake(program: str, flag: str) -> None:
+    """As in `--help | head -1`, made certain: the reading end is closed before the program starts."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        run = subprocess.run([sys.executable, program, flag], cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -102,6 +103,10 @@ WRONG_TOML = [
     ("[model.rope_scaling]\nfactor = 8", ["[model] rope_scaling", "lacks low_freq_factor"]),
     ("[model.rope_scaling]\nfactr = 8", ["'factr'", "[model.rope_scaling]", "Did you mean factor?"]),
     ("[model.rope_scaling]\nfactor = 'x'", ["[model.rope_scaling] factor", "a number", "'x'"]),
+    ("[optim]\nlr = 1" + "0" * 400, ["[optim] lr", "a number"]),
+    ("[run]\nseed = 1" + "0" * 5000, ["not valid TOML"]),
+    ("a = " + "[" * 20_000, ["not valid TOML"]),
+    ("[[model]]\n", ["[model]", "a table"]),
     ("[model\n", ["not valid TOML", "line 1"]),
     ("[model]\nnum_layers = 4\nnum_layers = 5\n", ["not valid TOML", "line 3"]),
 ]
@@ -134,3 +139,13 @@ def test_saved_config_is_checked_too() -> None:
     with pytest.raises(ConfigError, match=r"\[run\] seed must be an integer, not None"):
         from_dict({"run": {"seed": None}})
     assert from_dict({"parallel": {"sp": None}, "model": {"rope_scaling": None}}) == Config()
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [None, 3, "x", [], {5: {}}, {"model": None}, {"model": []}, {"model": {5: 1}}, {"model": {"rope_scaling": {}}},
+     {"parallel": {"stage_layers": ("a",)}}, {"parallel": {"zero": []}}, {"optim": {"lr": 10**400}}],
+)  # fmt: skip
+def test_a_saved_config_of_another_structure_is_refused(saved: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^the saved config: "):
+        from_dict(saved)

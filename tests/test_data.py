@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from megatron3d import data
 from megatron3d.config import ConfigError, DataConfig, ModelConfig
 from megatron3d.data import (
     IGNORE,
@@ -126,7 +127,8 @@ def test_a_split_reads_its_documents_only(tmp_path: Path) -> None:
         ("949,50,1", 3, (3, 3, 3)),
         ("1", 7, (7, 7, 7)),
         ("0.5, 0.5", 9, (4, 9, 9)),
-        ("0,1,1", 4, (0, 2, 4)),
+        ("100", 7, (7, 7, 7)),
+        ("9,1", 10, (9, 10, 10)),
         ("98,2,0", 0, (0, 0, 0)),
     ],
 )
@@ -136,21 +138,43 @@ def test_split_by_documents(shares: str, count: int, expected: tuple[int, int, i
     assert [index for part in parts for index in part] == list(range(count))
 
 
-@pytest.mark.parametrize("shares", ["", "a,b", "1,2,3,4", "-1,2,3", "0,0,0", "1/0", "nan", "inf"])
+@pytest.mark.parametrize("shares", ["", "a,b", "1,2,3,4", "-1,2,3", "0,0,0", "0,1,1", "1/0", "nan", "inf"])
 def test_bad_shares_are_refused(shares: str) -> None:
     with pytest.raises(ConfigError, match="--split"):
         split_documents(shares, 10)
 
 
 def test_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    """The message names the id, the vocabulary, the place and the data; a negative id is as bad."""
-    for bad in (500, -3):
-        idx_tool.write(tmp_path / "set", [[1, 2, 3], [4, bad, 5]], code=4)
-        dataset = tokens(IndexedDataset(str(tmp_path / "set")), range(2), vocab_size=131)
+    """DATA-14: refused when the data are opened, hence on any layout and before the first step.
+
+    The message names the id, its position and document, the vocabulary and the data; a negative id is as bad.
+    """
+    model = ModelConfig(vocab_size=131, seq_length=SEQ)
+    for bad in (131, 500, -3):
+        idx_tool.write(tmp_path / "set", [[1, 2, 3], [], [4, bad, 130]], code=4)
         with pytest.raises(ConfigError) as error:
-            dataset.sample(0)
-        for part in (str(bad), "position 4", "131", str(tmp_path / "set")):
+            open_datasets(DataConfig(data_path=str(tmp_path / "set"), split="1,0,0"), model, 1)
+        for part in (f"token id {bad} ", "position 4, in document 2)", "131 ids, 0 to 130", str(tmp_path / "set")):
             assert part in str(error.value)
+    idx_tool.write(tmp_path / "set", [[1, 2, 3], [], [4, 0, 130]], code=4)
+    open_datasets(DataConfig(data_path=str(tmp_path / "set"), split="1,0,0"), model, 1)
+
+
+def test_ids_beyond_the_checked_tokens_are_refused_when_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DATA-14: what opening leaves unread in a very large set is still never trained on."""
+    monkeypatch.setattr(data, "CHECKED_TOKENS", 2 * SEQ)
+    monkeypatch.setattr(data, "CHUNK", 3)  # the bad token is in no first chunk
+    counting(tmp_path / "set", [4 * SEQ + 1])
+    options = DataConfig(data_path=str(tmp_path / "set"), split="1,0,0")
+    with pytest.raises(ConfigError, match=f"token id 9 .at position {2 * SEQ - 1}, in document 0"):
+        open_datasets(options, ModelConfig(vocab_size=2 * SEQ - 1, seq_length=SEQ), 1)
+    train = open_datasets(options, ModelConfig(vocab_size=2 * SEQ, seq_length=SEQ), 1).train
+    for index in range(4):
+        if sample_window(index, 4, 1) == 0:
+            assert train.sample(index)[0].tolist() == list(range(SEQ))
+        else:
+            with pytest.raises(ConfigError, match="token id"):
+                train.sample(index)
 
 
 def windows_of_step(
@@ -268,8 +292,8 @@ def test_opening_mock_data_needs_no_files() -> None:
 
 def opened(prefix: Path, split: str) -> tuple[int, int | None, str]:
     """(training samples, validation samples, reason) of a set under a split."""
-    data = DataConfig(data_path=str(prefix), split=split)
-    train, valid, reason = open_datasets(data, ModelConfig(vocab_size=1000, seq_length=SEQ), 1)
+    options = DataConfig(data_path=str(prefix), split=split)
+    train, valid, reason = open_datasets(options, ModelConfig(vocab_size=1000, seq_length=SEQ), 1)
     return train.size, None if valid is None else valid.size, reason
 
 
@@ -284,9 +308,4 @@ def test_a_split_without_samples_is_told(tmp_path: Path) -> None:
     assert (train, valid) == (8, None)
     assert "1 of 3 documents with 4 tokens" in reason
     with pytest.raises(ConfigError, match=r"training split .* 0 of 3 documents with 0 tokens, and one sample needs 6"):
-        opened(tmp_path / "set", "0,1,0")
-
-
-def test_no_data_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--data-path"):
-        open_datasets(DataConfig(), ModelConfig(), 1)
+        opened(tmp_path / "set", "1,99,0")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron3d.config import ConfigError
+from megatron3d.config import ConfigError, JobError
 from megatron3d.launch import Launch, launch_from_environment, read_launch, user_errors
 
 TORCHRUN = {
@@ -139,12 +139,32 @@ def test_one_rank_speaks_and_all_leave_alike(
 
 
 def test_tasks_of_srun_are_told_apart(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_launcher: None
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_launcher: None,
+    killed_while_waiting: list[float],
 ) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert fail(capsys) == (2, "")
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert fail(capsys)[1].startswith("error: ")
+
+
+def test_a_rank_alone_with_its_mistake_tells_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_launcher: None
+) -> None:
+    """Nobody has come to end it: the first rank has no such mistake, e.g. has the file that this node lacks."""
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert fail(capsys) == (2, "error on rank 3: Too many cooks: 7. Choose 1.\n")
+    assert waited == [5.0]
+
+
+def test_a_failed_job_leaves_with_another_code(capsys: pytest.CaptureFixture[str], no_launcher: None) -> None:
+    with pytest.raises(SystemExit) as leaving, user_errors():
+        raise JobError("rank 2: the disk is full")
+    assert (leaving.value.code, capsys.readouterr().err) == (1, "error: rank 2: the disk is full\n")
 
 
 def test_other_errors_pass() -> None:

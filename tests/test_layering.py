@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = [
     {"__init__", "config", "words", "sizes", "config_io", "params", "grid", "schedule", "layout", "lr", "cost"}
-    | {"launch", "megatron_names", "validate", "cli"},
+    | {"launch", "rendezvous", "resume", "megatron_names", "validate", "cli"},
     {"mesh", "rng", "indexed", "corpus"},
     {"comm"},
-    {"layers", "tokenizer"},
+    {"layers", "tokenizer", "report"},
     {"model", "grads", "weights", "vocabulary", "encode"},
     {"pipeline", "optimizer", "data", "metrics", "inference"},
     {"checkpoint"},

@@ -43,9 +43,13 @@ def test_warmup_rises_evenly_to_the_peak(schedule: str, warmup: int) -> None:
 
 @pytest.mark.parametrize("warmup", [0, 1, 5, 39])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
-def test_the_last_step_has_the_minimum(schedule: str, warmup: int) -> None:
-    for minimum in (0.0, MINIMUM, PEAK):
-        assert curve(schedule, warmup, minimum=minimum)[-1] == minimum
+def test_no_update_is_wasted_at_the_minimum(schedule: str, warmup: int) -> None:
+    """Each rate is above the minimum, which is reached right after the last update."""
+    for minimum in (0.0, MINIMUM):
+        assert min(curve(schedule, warmup, minimum=minimum)[warmup:]) > minimum
+        lengths: dict[str, Any] = {"warmup_steps": warmup, "train_steps": 41, "decay_steps": 8}
+        assert learning_rate(41, peak=PEAK, minimum=minimum, schedule=schedule, **lengths) == minimum
+    assert curve(schedule, warmup, minimum=PEAK)[warmup:] == pytest.approx([PEAK] * (41 - warmup), rel=1e-15)
 
 
 def test_constant_stays() -> None:
@@ -54,7 +58,7 @@ def test_constant_stays() -> None:
 
 def test_cosine_is_torch_cosine_annealing() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=35, eta_min=MINIMUM)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=36, eta_min=MINIMUM)
     for rate in curve("cosine")[5:]:
         assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
         optimizer.step()
@@ -64,13 +68,20 @@ def test_cosine_is_torch_cosine_annealing() -> None:
 def test_wsd_holds_then_falls_over_the_decay_steps() -> None:
     rates = curve("wsd")
     assert rates[5:33] == [PEAK] * 28
-    falls = [a - b for a, b in itertools.pairwise(rates[32:])]
-    assert falls == pytest.approx([(PEAK - MINIMUM) / 8] * 8)
+    falls = [a - b for a, b in itertools.pairwise([*rates[32:], MINIMUM])]
+    assert falls == pytest.approx([(PEAK - MINIMUM) / 9] * 9)
+
+
+def test_wsd_falls_right_after_the_warmup() -> None:
+    """The shortest run that validate.py allows, and one of nothing but both ramps."""
+    assert curve("wsd", warmup=1, train=2, decay=1, minimum=0.0) == [PEAK / 2, PEAK / 2]
+    thirds = [PEAK * height for height in (1 / 3, 2 / 3, 3 / 4, 2 / 4, 1 / 4)]
+    assert curve("wsd", warmup=2, train=5, decay=3, minimum=0.0) == pytest.approx(thirds)
 
 
 def test_linear_falls_evenly() -> None:
-    falls = [a - b for a, b in itertools.pairwise(curve("linear")[5:])]
-    assert falls == pytest.approx([(PEAK - MINIMUM) / 35] * 35)
+    falls = [a - b for a, b in itertools.pairwise([*curve("linear")[5:], MINIMUM])]
+    assert falls == pytest.approx([(PEAK - MINIMUM) / 36] * 36)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tools import compare_runs
+from megatron3d.config import Config, ConfigError, DataConfig
+from tools import compare_runs, generate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -85,6 +87,8 @@ def test_help_needs_no_torch(tool: Path) -> None:
     [
         (["--load", "/nowhere"], "no checkpoint"),
         (["--load", "/nowhere", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--load", "/nowhere", "--temperature", "nan"], "--temperature nan"),
+        (["--load", "/nowhere", "--temperature", "inf"], "--temperature inf"),
         ([], "--load"),
     ],
 )
@@ -92,6 +96,13 @@ def test_generate_refuses_in_one_paragraph(flags: list[str], words: str) -> None
     told = start("tools/generate.py", *flags)
     assert told.returncode == 2 and words in told.stderr
     assert "Traceback" not in told.stderr and len(told.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("tokenizer", ["", "/nowhere/some.model"])
+def test_the_tokenizer_of_a_run_may_be_gone(tokenizer: str) -> None:
+    """The message says where the name comes from, and how to give another."""
+    with pytest.raises(ConfigError, match="The run that saved folder .*" + tokenizer + ".*--tokenizer overrides"):
+        generate.tokenizer_of_run(Config(data=DataConfig(tokenizer=tokenizer)), "folder")
 
 
 def write_run(folder: Path, losses: list[float | None]) -> str:
@@ -113,9 +124,23 @@ def test_compare_runs_finds_first_and_largest_gap(tmp_path: Path, capsys: pytest
         "largest_relative_gap": 0.5,
         "largest_gap_step": 4,
         "largest_gap_key": "loss",
+        "steps_only_in_a": [],
+        "steps_only_in_b": [5],
     }
     assert compare_runs.main([a, b]) == 1
     assert "step 2" in capsys.readouterr().out
+
+
+def test_compare_runs_tells_of_steps_that_one_run_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The common ones are compared all the same, and decide the exit code."""
+    a, b = write_run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0]), write_run(tmp_path / "b", [4.0, 3.0])
+    assert compare_runs.main([a, b]) == compare_runs.main([b, a]) == 0
+    assert re.findall("only in .*", capsys.readouterr().out) == [
+        "only in a: 2 steps, 3 to 4",
+        "only in b: 2 steps, 3 to 4",
+    ]
+    assert compare_runs.main([a, a]) == 0
+    assert "only in" not in capsys.readouterr().out
 
 
 def test_compare_runs_tells_null_from_number(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,6 @@ BROKEN = {
     b'{"text": ["a"]}': "'text' is a list, not a string",
     b'["text"]': "a list instead of a JSON object",
     b'"text"': "a string instead of a JSON object",
-    b"": "a blank line",
     b'{"text": "\xff"}': "not UTF-8 text (invalid start byte at byte 10)",
     b'{"text": "\\ud800"}': "surrogates not allowed",
     b"[" * 100_000: "nested too deeply",
@@ -125,9 +125,18 @@ def test_broken_records_are_named_or_counted(workers: int, tmp_path: Path) -> No
     skipped = run("preprocess_data.py", *argv, "--skip-bad", "--json")
     assert skipped.returncode == 0
     assert json.loads(skipped.stdout)["bad_documents"] == len(BROKEN)
-    assert f"skipped {path}:24: " in skipped.stderr
+    assert f"skipped {path}:{2 * len(BROKEN)}: " in skipped.stderr
     expected = [[[*f"good {number}".encode(), EOD]] for number in range(len(BROKEN))]
     assert idx_tool.read(tmp_path / "out") == (8, expected)
+
+
+def test_blank_lines_are_neither_documents_nor_mistakes(tmp_path: Path) -> None:
+    """DATA-06: blank lines are ignored, not counted as bad or empty; the lines after them keep their numbers."""
+    path = tmp_path / "blank.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\n{"text": "a"}\n\n \t\r\n{"text": "b"}\n{"text": 3}\n\n')
+    result = encoded(path, replace(BYTES, skip_bad=True))
+    assert result.ids.tolist() == [*b"a", EOD, *b"b", EOD]
+    assert (result.num_empty, len(result.bad)) == (0, 1) and result.bad[0].startswith(f"{path}:6: ")
 
 
 def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -261,6 +270,47 @@ def test_mistakes_in_flags_are_told(change: Callable[[list[str]], list[str]], me
     with pytest.raises(ConfigError, match=message):
         preprocess.main(change(argv))
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("new/", "is a folder.*new/corpus"),
+        (".", "is a folder"),
+        ("", "is a folder"),
+        ("corpus.bin", "in common: corpus and not corpus.bin"),
+        ("corpus.idx", "in common: corpus and not corpus.idx"),
+        ("one.jsonl/corpus", r"Cannot write one.jsonl/corpus.bin \("),
+    ],
+)
+def test_a_prefix_that_cannot_be_written(
+    output: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines(tmp_path / "one.jsonl", "text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        preprocess.main(["--input", "one.jsonl", "--tokenizer", "byte", "--output", output])
+    assert [file.name for file in tmp_path.iterdir()] == ["one.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("new/", "'new/' is a folder"),
+        ("old", "'old' is a folder"),
+        ("one.jsonl/some.model", r"Cannot write one.jsonl/some.model \("),
+    ],
+)
+def test_a_model_that_cannot_be_written_is_not_trained(
+    output: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines(tmp_path / "one.jsonl", "text")
+    (tmp_path / "old").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "train_model", lambda *_: pytest.fail("was trained"))
+    with pytest.raises(ConfigError, match=message):
+        train.main(["--input", "one.jsonl", "--output", output])
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["old", "one.jsonl"]
 
 
 @pytest.mark.parametrize("tool", ["train_tokenizer.py", "preprocess_data.py"])

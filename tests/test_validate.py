@@ -6,6 +6,7 @@ The table WRONG goes through the command line, as a user does; DIV-.. are cases 
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import get_type_hints
 
@@ -94,6 +95,8 @@ LEGAL = {
     "a head narrower than hidden / heads": ("--hidden-size 60 --num-attention-heads 8 --head-dim 6", 1),
     "an odd head without rotary": ("--hidden-size 60 --position-embedding learned", 1),
     "statements of fact at size 1": ("--schedule gpipe --no-sp --no-overlap --zero 0 --deterministic --device cpu", 1),
+    "more facts at size 1": ("--stage-layers 4 --bucket-size 7 --timeout-seconds 5 --schedule gpipe", 1),
+    "intervals beyond the end": ("--save x --save-interval 1000 --eval-interval 1000", 1),
     "explicit even split": ("--stage-layers 2,2 --pp 2 --dp 1", 2),
     "sequence as long as window and context": ("--seq-length 64 --sliding-window 64 --max-position 64", 1),
     "a run of warm-up only": ("--warmup-steps 100", 1),
@@ -137,6 +140,7 @@ WRONG = [
     ("stage list of one stage", 1, "--stage-layers 3,1", "3,1|--pp 1 stages|An even split is 4"),
     # The model by itself
     ("no layers", 1, "--num-layers 0", "--num-layers is 0|at least 1"),
+    ("hidden a large prime", 1, "--hidden-size 1000000007 --num-attention-heads 2", "Choose 1 or 1000000007 heads"),
     ("hidden not of heads", 1, "--hidden-size 66", "size 66|-heads 4|1, 2, 3, 6, 11, 22, 33 or 66"),
     ("groups not of heads", 1, "--num-query-groups 3", "--num-query-groups 3|--num-attention-heads 4|1, 2 or 4"),
     ("more groups than heads", 1, "--num-query-groups 8", "--num-query-groups 8|--num-attention-heads 4|1, 2 or 4"),
@@ -182,10 +186,11 @@ WRONG = [
     ("data that is not there", 1, "--data-path nowhere/corpus", "nowhere/corpus.bin|nowhere/corpus.idx"),
     ("tokenizer of mock data", 1, "--tokenizer byte --mock-data", "--tokenizer byte|--mock-data|no effect"),
     ("split of mock data", 1, "--split 1,1,1", "--split 1,1,1|--mock-data|no effect"),
-    ("split of two", 1, "--data-path corpus --split 99,1", "'99,1'|three numbers|969,30,1"),
-    ("split of words", 1, "--data-path corpus --split a,b,c", "'a,b,c'|three numbers"),
+    ("split of four", 1, "--data-path corpus --split 97,1,1,1", "'97,1,1,1'|one to three numbers|969,30,1"),
+    ("split of words", 1, "--data-path corpus --split a,b,c", "'a,b,c'|one to three numbers"),
     ("split without training", 1, "--data-path corpus --split 0,1,0", "--split 0,1,0|training|positive"),
     ("split negative", 1, "--data-path corpus --split 5,-1,1", "--split 5,-1,1|below 0"),
+    ("only training to evaluate on", 1, "--data-path x --split 100 --eval-interval 5", "interval 5|--split 100 leaves"),
     ("nothing to evaluate on", 1, "--data-path x --split 1,0,0 --eval-interval 5", "--eval-interval 5|--split 1,0,0"),
     ("endless evaluation", 1, "--eval-interval 5 --eval-steps 0", "--eval-steps 0|no end|at least 1"),
     ("evaluation that never comes", 1, "--eval-steps 3", "--eval-steps 3|--eval-interval|no effect"),
@@ -260,5 +265,7 @@ def test_data_files_are_looked_for(tmp_path: Path) -> None:
 
 
 def test_split_shares() -> None:
-    assert split_shares("969,30,1") == (969.0, 30.0, 1.0)
-    assert split_shares("0.9, 0.1, 0") == (0.9, 0.1, 0.0)
+    assert split_shares("969,30,1") == (969, 30, 1)
+    assert split_shares("0.9, 0.1, 0") == (Fraction(9, 10), Fraction(1, 10), 0)
+    assert split_shares("100") == (100, 0, 0)
+    assert split_shares("9,1") == (9, 1, 0)

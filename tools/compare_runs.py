@@ -66,7 +66,11 @@ def main(argv: Sequence[str]) -> int:
     ]
     different = [gap for gap in gaps if gap.relative > flags.tolerance]
     largest = max(gaps, key=lambda gap: gap.relative)
-    print(as_json(steps, different, largest) if flags.json else as_text(steps, different, largest, flags.tolerance))
+    unmatched = {name: sorted(rows.keys() - set(steps)) for name, rows in (("a", a), ("b", b))}
+    if flags.json:
+        print(as_json(steps, different, largest, unmatched))
+    else:
+        print("\n".join([as_text(steps, different, largest, flags.tolerance), *missing(unmatched)]))
     return 1 if different else 0
 
 
@@ -100,7 +104,14 @@ def as_text(steps: list[int], different: list[Gap], largest: Gap, tolerance: flo
     )
 
 
-def as_json(steps: list[int], different: list[Gap], largest: Gap) -> str:
+def missing(unmatched: dict[str, list[int]]) -> list[str]:
+    """For a reader: which steps only one of the runs has, a line for each run that has any."""
+    return [
+        f"only in {name}: {len(steps)} steps, {steps[0]} to {steps[-1]}" for name, steps in unmatched.items() if steps
+    ]
+
+
+def as_json(steps: list[int], different: list[Gap], largest: Gap, unmatched: dict[str, list[int]]) -> str:
     """The result for a machine."""
     first = different[0] if different else None
     gap = largest.relative if math.isfinite(largest.relative) else None
@@ -113,6 +124,8 @@ def as_json(steps: list[int], different: list[Gap], largest: Gap) -> str:
             "largest_relative_gap": gap,
             "largest_gap_step": largest.step,
             "largest_gap_key": largest.key,
+            "steps_only_in_a": unmatched["a"],
+            "steps_only_in_b": unmatched["b"],
         }
     )
 

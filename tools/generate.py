@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from megatron3d.cli import parse_tool
 from megatron3d.config import Config, ConfigError
 from megatron3d.launch import user_errors
+from megatron3d.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +39,19 @@ class Flags:
 def main(argv: Sequence[str]) -> None:
     """Loads, samples, prints."""
     flags = parse_tool(Flags, argv, description="Sample text from a checkpoint, on one process.")
-    if flags.max_new_tokens < 1 or flags.temperature < 0 or flags.top_k < 0:
+    if flags.max_new_tokens < 1 or not 0 <= flags.temperature < math.inf or flags.top_k < 0:
         raise ConfigError(
             f"--max-new-tokens {flags.max_new_tokens} must be at least 1, --temperature {flags.temperature} and "
-            f"--top-k {flags.top_k} at least 0"
+            f"--top-k {flags.top_k} at least 0 and finite."
         )
-    from megatron3d.checkpoint import load_weights, read_index, saved_config
+    from megatron3d.checkpoint import load_weights
     from megatron3d.inference import sample
     from megatron3d.mesh import Mesh
-    from megatron3d.tokenizer import load_tokenizer
+    from megatron3d.resume import read_index, saved_config
     from megatron3d.trainer import build_model
 
     config = on_one_process(saved_config(read_index(flags.load)))
-    tokenizer = load_tokenizer(flags.tokenizer or config.data.tokenizer)
+    tokenizer = load_tokenizer(flags.tokenizer) if flags.tokenizer else tokenizer_of_run(config, flags.load)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model {config.model.vocab_size}; give the tokenizer "
@@ -73,6 +75,16 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps({"prompt": flags.prompt, "text": text, "ids": ids, "step": meta["step"]}))
     else:
         print(flags.prompt + text)
+
+
+def tokenizer_of_run(config: Config, folder: str) -> Tokenizer:
+    """The tokenizer that a run was trained with. ConfigError, saying where the name comes from."""
+    try:
+        return load_tokenizer(config.data.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(
+            f"The run that saved {folder} leaves no usable tokenizer. {error} --tokenizer overrides the run's."
+        ) from None
 
 
 def on_one_process(config: Config) -> Config:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
@@ -27,7 +26,8 @@ class Flags:
     """Flags of the tool."""
 
     input: tuple[str, ...]
-    """Files of text (a document each) or JSON lines (.jsonl, .ndjson, .json; a document a line), or folders of them."""
+    """Files of text (a document each) or JSON lines (.jsonl, .ndjson, .json; a document a line, blank lines ignored),
+    or folders of them."""
     output: str
     """Prefix of the .bin and .idx files to write."""
     tokenizer: str
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parse_tool(Flags, argv, description="Turn text into token ids: a Megatron-compatible .bin/.idx pair.")
     if flags.workers < 0:
         raise ConfigError(f"--workers {flags.workers} must be a number of processes, or 0 for one per core.")
+    check_prefix(flags.output)
     began = time.perf_counter()
     files = find_files(flags.input, flags.glob, flags.exclude)
     recipe = Recipe(
@@ -60,7 +61,6 @@ def main(argv: Sequence[str]) -> None:
     )
     encoded = encode_all(batched(raw_documents(files)), recipe, workers=flags.workers or os.cpu_count() or 1)
     vocab_size = load_tokenizer(flags.tokenizer).vocab_size
-    Path(flags.output).parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(flags.output, token_dtype(vocab_size)) as writer:
         counts = write_all(writer, encoded, total=sum(file.stat().st_size for file in files))
     summary = {
@@ -72,6 +72,17 @@ def main(argv: Sequence[str]) -> None:
         "seconds": round(time.perf_counter() - began, 1),
     }
     print(json.dumps(summary) if flags.json else sentence(summary))
+
+
+def check_prefix(output: str) -> None:
+    """Refuse what is no common beginning of two file names."""
+    if os.path.basename(output) in ("", ".", ".."):
+        raise ConfigError(
+            f"--output {output!r} is a folder, but it stands for two files. Add the name that they begin with, as in "
+            f"{os.path.join(output, 'corpus')}."
+        )
+    if (prefix := output.removesuffix(".bin").removesuffix(".idx")) != output:
+        raise ConfigError(f"--output takes what its two files have in common: {prefix} and not {output}.")
 
 
 def write_all(writer: IndexedWriter, encoded: Iterable[Encoded], total: int) -> dict[str, int]:

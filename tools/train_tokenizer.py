@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from rich.console import Console
 
 from megatron3d.cli import parse_tool
+from megatron3d.config import ConfigError
 from megatron3d.corpus import find_files, parse, raw_documents
 from megatron3d.launch import user_errors
 from megatron3d.tokenizer import load_tokenizer
@@ -51,9 +55,9 @@ def main(argv: Sequence[str]) -> None:
     def documents() -> Iterator[str]:
         return (parse(document, flags.json_key) for document in raw_documents(files))
 
-    with Console(stderr=True).status(f"Training {flags.vocab_size} pieces on {len(files)} files"):
-        model = train_model(documents, flags.vocab_size)
-    write_whole(Path(flags.output), model)
+    status = Console(stderr=True).status(f"Training {flags.vocab_size} pieces on {len(files)} files")
+    with written_whole(flags.output) as file, status:
+        file.write(train_model(documents, flags.vocab_size))
     num_bytes = sum(len(text.encode()) for text in documents())
     summary = {
         "model": flags.output,
@@ -72,12 +76,28 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name only when whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.partial")
-    aside.write_bytes(content)
-    aside.replace(path)
+@contextlib.contextmanager
+def written_whole(output: str) -> Iterator[BinaryIO]:
+    """A file to write, which appears under its name when the block ends without an error; after one nothing is left.
+
+    ConfigError, before the block, where it cannot be written.
+    """
+    path, aside = Path(output), Path(f"{output}.partial")
+    if not os.path.basename(output) or path.is_dir():
+        raise ConfigError(f"--output {output!r} is a folder: name the .model file to write.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = aside.open("wb")
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {path} ({error.strerror}). Name a file in a folder that can be written to."
+        ) from None
+    try:
+        with file:
+            yield file
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def bytes_per_token(model: str, documents: Iterator[str], every: int) -> float:

@@ -1,0 +1,159 @@
+"""Several nodes: two torchrun agents train as one job, on one address and in two network namespaces of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tools import compare_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ["pretrain_gpt.py", "--config", "tiny", "--mock-data", "--global-batch-size", "8", "--micro-batch-size", "2"]
+MESH = ["--tp", "2", "--pp", "2"]
+TIMEOUT = 15  # --timeout-seconds of the runs that lose a node
+SLACK = 20  # for the processes to come down on a busy machine
+
+
+class Node:
+    """A torchrun agent with two ranks; what they print is in `out`."""
+
+    def __init__(self, rank: int, address: str, port: int, out: Path, words: Sequence[str], inside: str = "") -> None:
+        prefix = ["ip", "netns", "exec", inside] if inside else []
+        agent = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2"]
+        agent += ["--master-addr", address, "--master-port", str(port)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": inside} if inside else {})
+        self.out = out
+        with out.open("w") as file:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, *agent, *words], cwd=ROOT, env=env, stdout=file, stderr=file
+            )
+
+    def end(self, seconds: float) -> int:
+        """The exit code, within so many seconds."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s: {self.out.read_text()[-2000:]}") from None
+
+    def ranks(self) -> list[int]:
+        """The agent's children."""
+        pid = self.process.pid
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def lose(self) -> None:
+        """What a power cut does."""
+        for pid in [self.process.pid, *(self.ranks() if self.process.poll() is None else [])]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def two_nodes(
+    folder: Path, words: Sequence[str], address: str = "127.0.0.1", inside: Sequence[str] = ("", "")
+) -> Iterator[list[Node]]:
+    port = free_port() if not inside[0] else random.randrange(10000, 30000)
+    nodes = [Node(rank, address, port, folder / f"node{rank}.out", words, inside[rank]) for rank in (0, 1)]
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.lose()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log folder of a run of one process."""
+    log = tmp_path_factory.mktemp("alone")
+    words = [sys.executable, *TRAIN, "--train-steps", "5", "--log-dir", str(log)]
+    subprocess.run(words, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    return log
+
+
+def wait_for_steps(log: Path, nodes: Sequence[Node], count: int = 3) -> None:
+    rows, deadline = log / "metrics.jsonl", time.monotonic() + 90
+    while not rows.exists() or rows.read_text().count("\n") < count:
+        assert time.monotonic() < deadline and all(node.process.poll() is None for node in nodes), [
+            node.out.read_text()[-2000:] for node in nodes
+        ]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_process_does(tmp_path: Path, alone: Path) -> None:
+    words = [*TRAIN, *MESH, "--train-steps", "5", "--log-dir", str(tmp_path)]
+    with two_nodes(tmp_path, words) as nodes:
+        assert [node.end(120) for node in nodes] == [0, 0]
+    assert compare_runs.main([str(alone), str(tmp_path), "--tolerance", "1e-5"]) == 0
+    assert "on 4 x cpu" in nodes[0].out.read_text() and "step 5/5" not in nodes[1].out.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_ends_the_other(tmp_path: Path, lost: int) -> None:
+    words = [*TRAIN, *MESH, "--train-steps", "1000000", "--timeout-seconds", str(TIMEOUT), "--log-dir", str(tmp_path)]
+    with two_nodes(tmp_path, words) as nodes:
+        wait_for_steps(tmp_path, nodes)
+        nodes[lost].lose()
+        other = nodes[1 - lost]
+        ranks = other.ranks()
+        assert other.end(TIMEOUT + SLACK) != 0
+        assert len(ranks) == 2 and not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces joined by a cable; each names its end like itself, so that it can be pulled."""
+    if os.getuid() != 0 or not shutil.which("ip"):
+        pytest.skip("needs root and iproute2")
+    names = [f"m3d{os.getpid() % 100000}{end}" for end in "ab"]
+    try:
+        for name in names:
+            if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+                pytest.skip("network namespaces cannot be made here")
+        cable = ["ip", "link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1]]
+        if subprocess.run([*cable, "netns", names[1]], capture_output=True).returncode:
+            pytest.skip("veth devices cannot be made here")
+        for number, name in enumerate(names, 1):
+            for command in (f"addr add 10.83.7.{number}/24 dev {name}", f"link set {name} up", "link set lo up"):
+                subprocess.run(["ip", "-n", name, *command.split()], check=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_network_namespaces(tmp_path: Path, alone: Path, namespaces: list[str]) -> None:
+    """Each node has an address of its own, and a name that leads to itself: GLOO_SOCKET_IFNAME says which to use."""
+    words = [*TRAIN, *MESH, "--train-steps", "5", "--log-dir", str(tmp_path)]
+    with two_nodes(tmp_path, words, "10.83.7.1", namespaces) as nodes:
+        assert [node.end(120) for node in nodes] == [0, 0], [node.out.read_text()[-2000:] for node in nodes]
+    assert compare_runs.main([str(alone), str(tmp_path), "--tolerance", "1e-5"]) == 0
+
+
+@pytest.mark.slow
+def test_a_pulled_cable_ends_both_nodes(tmp_path: Path, namespaces: list[str]) -> None:
+    """No connection is closed, nothing more arrives: only the time-out can tell."""
+    words = [*TRAIN, *MESH, "--train-steps", "1000000", "--timeout-seconds", str(TIMEOUT), "--log-dir", str(tmp_path)]
+    with two_nodes(tmp_path, words, "10.83.7.1", namespaces) as nodes:
+        wait_for_steps(tmp_path, nodes)
+        subprocess.run(["ip", "-n", namespaces[1], "link", "set", namespaces[1], "down"], check=True)
+        assert all(node.end(TIMEOUT + SLACK + 30) for node in nodes)
