@@ -27,10 +27,10 @@ demo: .venv/installed  ## Corpus, tokenizer, 3D-parallel training, resume on ano
 	BIN=$(BIN) bash tools/demo.sh demo_run
 
 test: .venv/installed  ## The whole CI tier
-	$(PYTEST) -m "not soak"
+	$(PYTEST) -m "not soak and not slurm"
 
 test-fast: .venv/installed  ## The quick part of it, under a minute
-	$(PYTEST) -m "not soak and not slow"
+	$(PYTEST) -m "not soak and not slow and not slurm"
 
 soak: .venv/installed  ## Everything, long batteries included
 	$(PYTEST)

@@ -9,22 +9,31 @@ from __future__ import annotations
 import sys
 
 from megatron3d.cli import parse
-from megatron3d.launch import launch_from_environment, use_repeatable_cublas, user_errors
-from megatron3d.resume import check_folders, check_loadable
+from megatron3d.launch import launch_from_environment, leave, use_repeatable_cublas, user_errors
+from megatron3d.rendezvous import check_rendezvous
+from megatron3d.resume import check_folders, check_loadable, with_newest
+from megatron3d.signals import STOPPED
+from megatron3d.tether import end_with_launcher
 
 
 def main(argv: list[str]) -> None:
     """Parses and checks, then builds the mesh and trains."""
     launch = launch_from_environment()
-    config = parse(argv, launch)
+    if launch.from_torchrun:
+        end_with_launcher()
+    config = with_newest(parse(argv, launch))
     changed = check_loadable(config) if config.checkpoint.load else []
     check_folders(config)
+    if launch.world_size > 1:
+        serves = launch.rank == 0 and not launch.agent_store
+        check_rendezvous(launch.master_addr, launch.master_port, hosts=serves)
     if config.run.deterministic:
         use_repeatable_cublas()
 
     import torch
 
     from megatron3d.data import open_datasets
+    from megatron3d.failures import told
     from megatron3d.mesh import Mesh, pick_device
     from megatron3d.trainer import Trainer
 
@@ -35,8 +44,13 @@ def main(argv: list[str]) -> None:
     mesh = Mesh.create(config.parallel, launch, device, deterministic=config.run.deterministic)
     if mesh.is_main and changed:
         print("The resumed run changes: " + "; ".join(changed), file=sys.stderr)
-    Trainer(config, mesh, datasets).run()
-    mesh.close()
+    with told(config, mesh, launch):
+        trainer = Trainer(config, mesh, datasets)
+        with trainer.stop.listening():
+            finished = trainer.run()
+            mesh.close()
+            if not finished:
+                leave(STOPPED)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ Stored = Mapping[str, Any]
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | Path, config: Config, counts: Mapping[str, int], optimizer: Optimizer, mesh: Mesh) -> Path:
+def save(folder: str | Path, config: Config, counts: Mapping[str, Any], optimizer: Optimizer, mesh: Mesh) -> Path:
     """Writes a checkpoint of `counts["step"]`; a collective call. Returns its folder.
 
     It appears under its final name only when every rank's file is on the disk, and `latest` names it only after that.
@@ -231,7 +231,7 @@ def load_weights(folder: str | Path, weights: FlatWeights) -> dict[str, Any]:
 def _wanted_weights(weights: FlatWeights, index: Index) -> Iterator[_Wanted]:
     """All weights; from the masters if those are stored and this run's dtype can hold them."""
     for bucket, buffer in zip(weights.layout.buckets, weights.buckets, strict=True):
-        exact = "master" in index["tensors"] and buffer.dtype != torch.bfloat16
+        exact = "master" in index["tensors"] and buffer.dtype in (torch.float32, torch.float64)
         yield from _wanted("master" if exact else "weight", runs(bucket, 0, bucket.size), buffer, 0)
 
 

@@ -15,7 +15,9 @@ right ones inside RowParallelLinear; the two that stand alone, for the embedding
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,35 +26,71 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron3d.config import JobError
+from megatron3d.flight import Message
 from megatron3d.mesh import Axis
 
 # torch 2.13 renames the tensor collectives; the old names remain with a warning.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Work = tuple[Sequence[int], dist.Work | None]
+"""A running operation of the back-end, behind the world ranks it needs."""
+
 # Bytes a rank sends: up to here all ranks swap whole tensors to add them up, one round of messages instead of two.
 EXCHANGE_LIMIT = 1 << 20
+
+
+class PeerError(RuntimeError):
+    """Another rank did not answer: it has died, left, or stands still beyond the time-out."""
 
 
 class Pending:
     """A running collective or message: wait() completes it and returns its result.
 
-    Holds the works and, in `keep`, their send buffers, because gloo reads those late.
+    `works` come with the world ranks that each of them needs. Holds them and, in `keep`, their send buffers, because
+    gloo reads those late.
     """
 
     def __init__(
-        self, works: Sequence[dist.Work | None], finish: Callable[[], Tensor], keep: Sequence[Tensor] = ()
+        self,
+        works: Sequence[Work],
+        finish: Callable[[], Tensor],
+        keep: Sequence[Tensor] = (),
+        message: Message | None = None,
     ) -> None:
         self._works = works
         self._finish = finish
         self._keep = keep
+        self._message = message
 
     def wait(self) -> Tensor:
-        """Blocks until done (on CUDA: until the stream may go on)."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        """Blocks until done (on CUDA: until the stream may go on). Raises PeerError if a peer does not answer."""
+        for peers, work in self._works:
+            with _answering(self._message, peers):
+                if work is not None:
+                    work.wait()
+        if self._message is not None:
+            self._message.ended = time.time()
         return self._finish()
+
+
+@contextlib.contextmanager
+def _answering(message: Message | str | None, peers: Sequence[int]) -> Iterator[None]:
+    """Turns the back-end's words about a lost connection into whom this rank was waiting for, in what."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0].split(".cc:")[-1].partition("] ")[2].partition(". ")[0]
+        raise PeerError(f"no answer from rank {', '.join(map(str, peers))}; {message}; {reason}") from error
+
+
+def _enter(operation: str, axis: Axis, peers: Sequence[int], x: Tensor) -> Message:
+    return axis.recorder.begin(operation, axis.name, tuple(peers), x.numel() * x.element_size())
+
+
+def _others(axis: Axis) -> tuple[int, ...]:
+    """World ranks of the other members."""
+    return tuple(rank for rank in axis.ranks if rank != axis.ranks[axis.rank])
 
 
 def _done(result: Tensor) -> Pending:
@@ -68,11 +106,12 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
         return _done(x if out is None else out)
     x = x.contiguous()
     total = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+    message = _enter("all_gather", axis, _others(axis), x)
     if _swaps(x):
         works = _swap([x] * axis.size, list(total.chunk(axis.size)), axis)
     else:
-        works = [_all_gather_single(total, x, group=axis.group, async_op=True)]
-    return Pending(works, lambda: total, keep=(x,))
+        works = [(_others(axis), _all_gather_single(total, x, group=axis.group, async_op=True))]
+    return Pending(works, lambda: total, keep=(x,), message=message)
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -86,15 +125,17 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
         return _done(x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
     x = x.contiguous()
     share = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if out is None else out
+    message = _enter("reduce_scatter", axis, _others(axis), x)
     if not axis.ordered:
-        work = _reduce_scatter_single(share, x, group=axis.group, async_op=True)
-        return Pending((work,), lambda: share, keep=(x,))
+        works: list[Work] = [(_others(axis), _reduce_scatter_single(share, x, group=axis.group, async_op=True))]
+        return Pending(works, lambda: share, keep=(x,), message=message)
     shares = torch.empty_like(x)
     if _swaps(x):
         works = _swap(list(x.chunk(axis.size)), list(shares.chunk(axis.size)), axis)
     else:
-        works = [dist.all_to_all_single(shares, x, group=axis.group, async_op=True)]
-    return Pending(works, lambda: _ordered_sum(shares.view(axis.size, *share.shape), share), keep=(x,))
+        works = [(_others(axis), dist.all_to_all_single(shares, x, group=axis.group, async_op=True))]
+    total = shares.view(axis.size, *share.shape)
+    return Pending(works, lambda: _ordered_sum(total, share), keep=(x,), message=message)
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
@@ -103,7 +144,9 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
         return _done(x)
     x = x.contiguous()
     if not axis.ordered:
-        return Pending((dist.all_reduce(x, group=axis.group, async_op=True),), lambda: x)
+        message = _enter("all_reduce", axis, _others(axis), x)
+        works = [(_others(axis), dist.all_reduce(x, group=axis.group, async_op=True))]
+        return Pending(works, lambda: x, message=message)
     if x.numel() * x.element_size() * (axis.size - 1) <= EXCHANGE_LIMIT:
         gathering = start_all_gather(x.unsqueeze(0), axis)
         return Pending((), lambda: _ordered_sum(gathering.wait(), torch.empty_like(x)))
@@ -128,11 +171,11 @@ def _swaps(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-def _swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> list[dist.Work | None]:
+def _swap(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> list[Work]:
     """Sends outgoing[r] to rank r and receives incoming[r] from it, for every r; this rank's own is copied."""
     others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
-    works = [dist.irecv(incoming[peer], axis.ranks[peer], group=axis.group) for peer in others]
-    works += [dist.isend(outgoing[peer], axis.ranks[peer], group=axis.group) for peer in others]
+    works = [_receive(incoming[peer], axis, peer) for peer in others]
+    works += [_send(outgoing[peer], axis, peer) for peer in others]
     if incoming[axis.rank].data_ptr() != outgoing[axis.rank].data_ptr():
         incoming[axis.rank].copy_(outgoing[axis.rank])
     return works
@@ -152,14 +195,26 @@ def _ordered_sum(shares: Tensor, out: Tensor) -> Tensor:
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     """Sends to position `peer` of the axis; `x` must stay as it is until wait() returns."""
     x = x.contiguous()
-    work = dist.isend(x, axis.ranks[peer], group=axis.group)
-    return Pending((work,), lambda: x)
+    message = _enter("send", axis, (axis.ranks[peer],), x)
+    return Pending([_send(x, axis, peer)], lambda: x, message=message)
 
 
 def start_receive(buffer: Tensor, axis: Axis, peer: int) -> Pending:
     """Receives from position `peer` of the axis into `buffer`, whose shape and dtype must be the sender's."""
-    work = dist.irecv(buffer, axis.ranks[peer], group=axis.group)
-    return Pending((work,), lambda: buffer)
+    message = _enter("receive", axis, (axis.ranks[peer],), buffer)
+    return Pending([_receive(buffer, axis, peer)], lambda: buffer, message=message)
+
+
+def _send(x: Tensor, axis: Axis, peer: int) -> Work:
+    rank = axis.ranks[peer]
+    with _answering(f"sending over {axis.name}", (rank,)):
+        return (rank,), dist.isend(x, rank, group=axis.group)
+
+
+def _receive(buffer: Tensor, axis: Axis, peer: int) -> Work:
+    rank = axis.ranks[peer]
+    with _answering(f"receiving over {axis.name}", (rank,)):
+        return (rank,), dist.irecv(buffer, rank, group=axis.group)
 
 
 def exchange(x: Tensor, axis: Axis, peer: int) -> Tensor:
@@ -181,7 +236,8 @@ def gather_objects(value: Any, control: Axis) -> list[Any]:
     if control.group is None:
         return [value]
     values: list[Any] = [None] * control.size
-    dist.all_gather_object(values, value, group=control.group)
+    with _recorded("gather_objects", control):
+        dist.all_gather_object(values, value, group=control.group)
     return values
 
 
@@ -190,8 +246,18 @@ def gather_to_first(value: Any, control: Axis) -> list[Any]:
     if control.group is None:
         return [value]
     values: list[Any] | None = [None] * control.size if control.rank == 0 else None
-    dist.gather_object(value, values, dst=control.ranks[0], group=control.group)
+    with _recorded("gather_to_first", control):
+        dist.gather_object(value, values, dst=control.ranks[0], group=control.group)
     return values or []
+
+
+@contextlib.contextmanager
+def _recorded(operation: str, control: Axis) -> Iterator[None]:
+    """Enters a blocking exchange of Python values."""
+    message = control.recorder.begin(operation, control.name, _others(control), 0)
+    with _answering(message, _others(control)):
+        yield
+    message.ended = time.time()
 
 
 def agree(problem: str | None, control: Axis) -> None:

@@ -16,12 +16,13 @@ Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Normalization = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rope"]
 Bias = Literal["none", "qkv", "all"]
-DType = Literal["fp32", "bf16", "fp64"]
+DType = Literal["fp32", "bf16", "fp16", "fp64"]
 Schedule = Literal["gpipe", "1f1b"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 Optimizer = Literal["adamw", "sgd"]
 Recompute = Literal["none", "selective", "full"]
 Device = Literal["auto", "cpu", "cuda"]
+WandbMode = Literal["auto", "online", "offline"]
 
 
 class ConfigError(ValueError):
@@ -180,6 +181,8 @@ class CheckpointConfig:
     """Folder to resume from: its newest checkpoint, saved by any layout."""
     save_interval: int = 0
     """Steps between checkpoints; 0: at the end only."""
+    auto_resume: bool = False
+    """Go on from the newest checkpoint in --save if there is one, else begin: for jobs that are restarted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,20 @@ class LogConfig:
     """Show a progress bar when the console is a terminal."""
     peak_tflops: float = 0.0
     """Dense peak of one device in TFLOP/s, for MFU; 0: looked up by the device's name, unknown on CPUs."""
+    log_interval: int = 1
+    """Steps between lines on the console, and between points sent to W&B and TensorBoard; metrics.jsonl has every step,
+    and a step that evaluates is always shown."""
+    log_level: int = 0
+    """1: with each line the time of every phase (forward, backward, ...), least and most over the ranks. On GPUs each
+    end of a phase then waits for the GPU, which costs some speed."""
+    wandb_project: str = ""
+    """Record the run on Weights & Biases, in this project; needs the package wandb."""
+    wandb_name: str = ""
+    """The run's name there; empty: W&B makes one up."""
+    wandb_mode: WandbMode = "auto"
+    """online; offline: into a local folder, for `wandb sync`; auto: as WANDB_MODE says, else online."""
+    tensorboard_dir: str = ""
+    """Folder for TensorBoard's event files; needs the package tensorboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +225,24 @@ class RunConfig:
     """Type of weights and activations; gradients and optimizer state are at least fp32."""
     device: Device = "auto"
     """auto: one GPU per process where there are any, else the CPU."""
+    check_replicas_every: int = 0
+    """Steps between checks that copies of a weight on several ranks are still equal to the last bit; 0: none."""
     deterministic: bool = False
     """Bit-equal results on GPUs too: rank-ordered sums and deterministic kernels. The CPU always is."""
+    exit_step: int = 0
+    """Save and stop after this step, with exit code 75; 0: go on to train_steps."""
+    exit_after_seconds: float = 0.0
+    """Save and stop at the end of the step in which so much time has passed, with exit code 75; 0: never."""
+    max_bad_steps: int = 10
+    """Steps in a row whose gradients are not finite (in fp16: with the loss scale at its floor) that end the run."""
+    find_nan: bool = False
+    """Look for the first layer whose output is not finite; slow, for debugging."""
+    spike_sigmas: float = 0.0
+    """Warn of a loss so many standard deviations above its recent course; 0: never."""
+    spike_window: int = 100
+    """Steps of that course."""
+    stop_on_spike: bool = False
+    """End the run at a spike, without saving it."""
     seed: int = 1234
     """Seed of initial values, sample order and dropout."""
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megatron3d.config import ConfigError, JobError
 
@@ -39,6 +40,10 @@ class Launch:
     """Where the processes meet."""
     master_port: int = 29500
     """Port of the meeting point."""
+    attempt: int = 0
+    """How often torchrun has restarted the job."""
+    agent_store: bool = False
+    """Whether torchrun itself serves the meeting point, so that no rank has to."""
     from_torchrun: bool = False
     """Whether a launcher (torchrun or srun) set these values."""
 
@@ -75,6 +80,8 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         local_world_size=local_world_size,
         master_addr=_text(env, "MASTER_ADDR"),
         master_port=_integer(env, "MASTER_PORT"),
+        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         from_torchrun=True,
     )
 
@@ -101,6 +108,13 @@ def user_errors() -> Iterator[None]:
         if rank != "0":
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         sys.exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once: no teardown that waits for other ranks, no time for a signal to change the code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def use_repeatable_cublas() -> None:

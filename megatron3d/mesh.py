@@ -7,16 +7,24 @@ given. The collectives themselves are in comm.py.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron3d.config import ConfigError, ParallelConfig
+from megatron3d.flight import FlightRecorder
 from megatron3d.grid import Grid
 from megatron3d.launch import Launch
+
+ROLL_CALL = timedelta(seconds=10)
+"""How long the first rank to fail waits for a word from the others."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class Axis:
     """None at size 1: there is nobody to talk to."""
     ordered: bool = True
     """Sums run in rank order, so that their bits depend on the values alone; False leaves the order to the back-end."""
+    recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
+    """Where messages over this axis are entered; one for all axes of a mesh."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,10 @@ class Mesh:
                 device_id=device if device.type == "cuda" else None,
             )
         ordered = device.type == "cpu" or deterministic
+        recorder = FlightRecorder()
 
         def axis(name: str, along: Sequence[str], on: str = backend) -> Axis:
-            return _axis(name, grid.groups(*along), launch.rank, on, timeout, ordered)
+            return _axis(name, grid.groups(*along), launch.rank, on, timeout, ordered, recorder)
 
         everyone = ("pp", "dp", "tp")
         return Mesh(
@@ -116,6 +127,11 @@ class Mesh:
         return self.grid.coordinates(self.rank)
 
     @property
+    def recorder(self) -> FlightRecorder:
+        """Of the messages over all axes."""
+        return self.world.recorder
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
@@ -130,6 +146,39 @@ class Mesh:
                 dist.destroy_process_group(axis.group)
         if self.owns_world and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class RollCall:
+    """Who of a failing job still speaks: kept in the store that the launcher serves, since groups are broken by
+    then."""
+
+    def __init__(self, launch: Launch, mesh: Mesh) -> None:
+        self.mesh, self.prefix = mesh, f"megatron3d/{launch.attempt}"
+        self.store: Any = None
+        with contextlib.suppress(RuntimeError, ValueError):  # the store's host may have gone
+            self.store = TCPStore(
+                launch.master_addr, launch.master_port, is_master=False, timeout=ROLL_CALL, wait_for_workers=False
+            )
+
+    def answer(self) -> None:
+        """Says that this rank is here."""
+        if self.store is not None:
+            self.store.set(f"{self.prefix}/{self.mesh.rank}", "here")
+
+    def is_first(self) -> bool:
+        """Whether no other rank has asked this before."""
+        return self.store is None or self.store.add(f"{self.prefix}/called", 1) == 1
+
+    def absent(self) -> list[int]:
+        """Ranks that have not answered within ROLL_CALL."""
+        if self.store is None:
+            return []
+        silent = [rank for rank in range(self.mesh.grid.size) if rank != self.mesh.rank]
+        deadline = time.monotonic() + ROLL_CALL.total_seconds()
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.2)
+            silent = [rank for rank in silent if not self.store.check([f"{self.prefix}/{rank}"])]
+        return silent
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:
@@ -152,12 +201,20 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     return device
 
 
-def _axis(name: str, groups: list[list[int]], rank: int, backend: str, timeout: timedelta, ordered: bool) -> Axis:
+def _axis(
+    name: str,
+    groups: list[list[int]],
+    rank: int,
+    backend: str,
+    timeout: timedelta,
+    ordered: bool,
+    recorder: FlightRecorder,
+) -> Axis:
     """Creates every group of one kind, in the same order on all ranks, and returns the one that has `rank`."""
     mine: Axis | None = None
     for ranks in groups:
         group = dist.new_group(ranks, timeout=timeout, backend=backend) if len(ranks) > 1 else None
         if rank in ranks:
-            mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group, ordered)
+            mine = Axis(name, len(ranks), ranks.index(rank), tuple(ranks), group, ordered, recorder)
     assert mine is not None, f"rank {rank} is in no {name} group of {groups}"
     return mine

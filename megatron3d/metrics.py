@@ -1,7 +1,7 @@
 """What a run says about itself: rates, one JSON object a step, a console line, a progress bar.
 
 The one idea: a step's row is made once and shown in several places; only the main rank shows it. Rates use the FLOPs of
-cost.py: model FLOPs, causal attention counted once.
+cost.py: model FLOPs, causal attention counted once. W&B and TensorBoard are in trackers.py, clocks in timers.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -21,8 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron3d.config import Config
 from megatron3d.config_io import to_dict
 from megatron3d.cost import flops_per_token
+from megatron3d.timers import Phase, table_line
+from megatron3d.trackers import Trackers
 
 Row = dict[str, Any]
+
+PACE_STEPS = 100  # the time left follows from the pace of so many steps, evaluations and saves in between included
 
 # Dense bf16 peaks in TFLOP/s from the vendors' data sheets, by a part of the device's name; the first match counts.
 PEAK_TFLOPS = {
@@ -66,18 +72,32 @@ def rates(config: Config, step_seconds: float, devices: int, peak: float | None)
     }
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is beyond a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 class MetricsLog:
     """Shows the rows of a run on the console and appends them to `<log-dir>/metrics.jsonl`.
 
-    `first_step` is the step a resumed run was loaded at: rows after it, left by the interrupted run, are cut.
+    The file has every step; the console and the trackers have those that `shows` names. `first_step` is the step a
+    resumed run was loaded at: rows after it, left by the interrupted run, are cut. `wandb_id` is the W&B run to go on
+    with. As a context it closes itself, and tells the trackers whether the run has failed.
     """
 
-    def __init__(self, config: Config, first_step: int, *, enabled: bool) -> None:
+    def __init__(self, config: Config, first_step: int, *, enabled: bool, wandb_id: str = "") -> None:
         self.enabled = enabled
-        self.total = config.run.train_steps
+        self.total, self.interval = config.run.train_steps, config.log.log_interval
+        self.tokens_per_step = config.batch.global_batch_size * config.model.seq_length
         self.console = Console(stderr=False, highlight=False, soft_wrap=True)
         self.file: Path | None = None
         self.progress: Progress | None = None
+        self.trackers: Trackers | None = None
+        self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+        self._phases_since = first_step
         if not enabled:
             return
         if config.log.log_dir:
@@ -86,32 +106,100 @@ class MetricsLog:
             _write_whole(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
             self.file = folder / "metrics.jsonl"
             _write_whole(self.file, "".join(_rows_up_to(self.file, first_step)))
+        self.trackers = Trackers(config, first_step, wandb_id, lambda text: self.say(f"warning: {text}"))
         if config.log.progress and self.console.is_terminal:
             columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.progress = Progress(*columns, console=self.console, transient=True)
             self.bar = self.progress.add_task("training", total=self.total, completed=first_step)
             self.progress.start()
 
+    @property
+    def wandb_id(self) -> str:
+        """Of the W&B run, for the checkpoint; empty where there is none."""
+        return self.trackers.wandb_id if self.trackers is not None else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
+
     def say(self, text: str) -> None:
         """Prints a line above the progress bar."""
         if self.enabled:
             self.console.print(text, markup=False)
 
+    def shows(self, row: Row) -> bool:
+        """Whether a row is for the console and the trackers: every `log_interval` steps, the last one, and those that
+        evaluate. The same on all ranks."""
+        step = row["step"]
+        return step % self.interval == 0 or step == self.total or "eval_loss" in row
+
     def write(self, row: Row) -> None:
         """Records one step."""
         if not self.enabled:
             return
-        self.say(_console_line(row, self.total))
+        self._pace.append((row["step"], time.perf_counter()))
         if self.file is not None:
             with self.file.open("a") as file:
                 file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
+        if self.shows(row):
+            self.say(f"{_console_line(row, self.total)}{self._what_is_left(row)}")
+            if self.trackers is not None:
+                self.trackers.write(row["step"], _numbers(row))
         if self.progress is not None:
             self.progress.update(self.bar, completed=row["step"])
 
-    def close(self) -> None:
-        """Takes the progress bar away."""
+    def write_phases(self, step: int, ranks: Sequence[Mapping[Phase, float]]) -> None:
+        """Shows the seconds that each rank spent in each phase since the last call."""
+        if self.enabled:
+            self.say(table_line(ranks, step - self._phases_since))
+            self._phases_since = step
+
+    def _what_is_left(self, row: Row) -> str:
+        """The end of the console line: tokens, and the time they will take."""
+        steps = self.total - row["step"]
+        if steps <= 0:
+            return ""
+        seconds = steps * (mean_pace(self._pace) or row["step_seconds"])
+        return f" | {short_count(steps * self.tokens_per_step)} tokens left | ETA {duration(seconds)}"
+
+    def close(self, *, failed: bool = False) -> None:
+        """Takes the progress bar away and ends what the trackers recorded."""
         if self.progress is not None:
             self.progress.stop()
+        if self.trackers is not None:
+            self.trackers.close(failed=failed)
+
+
+def mean_pace(marks: Sequence[tuple[int, float]]) -> float:
+    """Seconds per step between the first and the last of `marks`, (step, time) each; 0 if there is only one."""
+    (first, begun), (last, now) = marks[0], marks[-1]
+    return (now - begun) / (last - first) if last > first else 0.0
+
+
+def duration(seconds: float) -> str:
+    """5025 -> "1:23:45"; days stand before it: "12d 4:00:00"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}d " * bool(days) + f"{hour}:{minute:02d}:{second:02d}"
+
+
+def short_count(number: int) -> str:
+    """1234567 -> "1.23M"."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """What trackers draw of a row: all that is known, over the step, and the perplexity beside the evaluation loss."""
+    numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+    if "eval_loss" in row:
+        numbers["eval_perplexity"] = perplexity(row["eval_loss"])
+    return numbers
 
 
 def _finite(value: Any) -> Any:
@@ -149,7 +237,7 @@ def _console_line(row: Mapping[str, Any], total: int) -> str:
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     if "eval_loss" in row:
-        parts.append(f"eval loss {row['eval_loss']:.4f}")
+        parts.append(f"eval loss {row['eval_loss']:.4f}, perplexity {perplexity(row['eval_loss']):.2f}")
     if row["skipped_steps"]:
         parts.append(f"{row['skipped_steps']} skipped")
     return " | ".join(parts)

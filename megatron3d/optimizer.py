@@ -34,6 +34,8 @@ class StepResult:
     valid_tokens: int
     applied: bool
     """False: the gradient was not finite, or no token was valid, and nothing was updated."""
+    stop_votes: int = 0
+    """Ranks that ask for the run to stop after this step."""
 
 
 @dataclass
@@ -101,22 +103,27 @@ class Optimizer:
             if span.master is not span.weight:
                 span.master.copy_(span.weight)
 
-    def step(self, lr: float, sums: Tensor, expected_tokens: int) -> StepResult:
-        """One update from finished gradients of (sum of losses) / expected_tokens.
+    def step(
+        self, lr: float, sums: Tensor, expected_tokens: int, *, loss_scale: float = 1.0, stop: bool = False
+    ) -> StepResult:
+        """One update from finished gradients of (sum of losses) x loss_scale / expected_tokens.
 
-        `sums` is fp64 [sum of losses, valid tokens] of this rank (zeros where they do not count); `expected_tokens` the
-        constant that seeded the backward pass. Gradients are rescaled to the mean over valid tokens here, once.
+        `sums` is fp64 [sum of losses, valid tokens] of this rank (zeros where they do not count); expected_tokens and
+        loss_scale are the constants that seeded the backward pass. Gradients are rescaled to the mean over valid tokens
+        here, once. `stop` is this rank's vote to end the run.
         """
         squares = self._sum_of_squares()
-        norm_squared, loss_sum, valid = all_reduce(torch.cat([squares.view(1), sums]), self.mesh.world).tolist()
-        rescale = expected_tokens / valid if valid else math.nan
+        votes = torch.tensor([float(stop)], dtype=torch.float64, device=sums.device)
+        shared = all_reduce(torch.cat([squares.view(1), sums, votes]), self.mesh.world)
+        norm_squared, loss_sum, valid, stop_votes = shared.tolist()
+        rescale = expected_tokens / valid / loss_scale if valid else math.nan
         norm = self._round(math.sqrt(norm_squared) * rescale)
         applied = math.isfinite(norm)
         if applied:
             limit = self.config.clip_grad
             clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
             self._update(lr, torch.tensor(rescale * clip, dtype=torch.float64))
-        return StepResult(loss_sum / valid if valid else math.nan, norm, int(valid), applied)
+        return StepResult(loss_sum / valid if valid else math.nan, norm, int(valid), applied, int(stop_votes))
 
     def _sum_of_squares(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)

@@ -17,6 +17,7 @@ from megatron3d.comm import Pending, start_receive, start_send
 from megatron3d.mesh import Axis, Mesh
 from megatron3d.model import GPTStage
 from megatron3d.schedule import Op
+from megatron3d.timers import Timer, untimed
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,17 @@ Feed = Callable[[int], MicroBatch]
 class Pipeline:
     """Executes schedules on this rank's `stage`; `rows` is the length S (or S / tp) of its hidden states."""
 
-    def __init__(self, stage: GPTStage, mesh: Mesh, *, rows: int, hidden: int, dtype: torch.dtype) -> None:
-        self.stage, self.mesh = stage, mesh
+    def __init__(
+        self,
+        stage: GPTStage,
+        mesh: Mesh,
+        *,
+        rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        timer: Timer = untimed,
+    ) -> None:
+        self.stage, self.mesh, self.timer = stage, mesh, timer
         self.rows, self.hidden, self.dtype = rows, hidden, dtype
 
     @property
@@ -64,6 +74,7 @@ class _Run:
     def __init__(self, pipeline: Pipeline, feed: Feed, micro_batch_size: int, seed: float | None) -> None:
         self.stage, self.mesh = pipeline.stage, pipeline.mesh
         self.counts_loss = pipeline.counts_loss
+        self.timer = untimed if seed is None else pipeline.timer  # an evaluation is a phase as a whole
         self.shape = (pipeline.rows, micro_batch_size, pipeline.hidden)
         self.dtype, self.feed, self.seed = pipeline.dtype, feed, seed
         self.received: dict[tuple[str, int], Pending] = {}
@@ -78,9 +89,11 @@ class _Run:
         for op in ops:
             match op.kind:
                 case "F":
-                    self._forward(op.microbatch)
+                    with self.timer("forward"):
+                        self._forward(op.microbatch)
                 case "B":
-                    self._backward(op.microbatch)
+                    with self.timer("backward"):
+                        self._backward(op.microbatch)
                 case "recv_forward":
                     self._receive("forward", op.microbatch, pp, pp.rank - 1)
                 case "send_forward":
@@ -90,7 +103,7 @@ class _Run:
                 case "send_backward":
                     self._send("backward", op.microbatch, back, back.rank - 1)
         for pending in self.sending.values():
-            pending.wait()
+            self._wait(pending)
         assert not (self.received or self.outputs or self.results), "the schedule left passes or messages behind"
         return self.sums
 
@@ -100,18 +113,23 @@ class _Run:
 
     def _send(self, direction: str, microbatch: int, axis: Axis, peer: int) -> None:
         if direction in self.sending:
-            self.sending.pop(direction).wait()
+            self._wait(self.sending.pop(direction))
         self.sending[direction] = start_send(self.results.pop((direction, microbatch)), axis, peer)
+
+    def _wait(self, message: Pending) -> Tensor:
+        with self.timer("pipeline wait"):
+            return message.wait()
 
     def _forward(self, microbatch: int) -> None:
         stage, training = self.stage, self.seed is not None
         needs_data = stage.has_embedding or stage.has_head or (training and stage.model.dropout > 0)
-        data = self.feed(microbatch) if needs_data else None
+        with self.timer("data"):
+            data = self.feed(microbatch) if needs_data else None
         if stage.has_embedding:
             assert data is not None
             x = data.tokens
         else:
-            x = self.received.pop(("forward", microbatch)).wait().requires_grad_(training)
+            x = self._wait(self.received.pop(("forward", microbatch))).requires_grad_(training)
         labels = data.labels if data is not None and stage.has_head else None
         y = stage(x, labels, data.samples if data is not None and training else ())
         if training:
@@ -128,7 +146,7 @@ class _Run:
             assert self.seed is not None
             dy = torch.full_like(y, self.seed)
         else:
-            dy = self.received.pop(("backward", microbatch)).wait()
+            dy = self._wait(self.received.pop(("backward", microbatch)))
         torch.autograd.backward(y, dy)
         if not self.stage.has_embedding:
             assert x.grad is not None

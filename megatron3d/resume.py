@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron3d import crashes
 from megatron3d.config import Config, ConfigError
 from megatron3d.config_io import from_dict, to_dict
 
@@ -121,10 +123,25 @@ def check_folders(config: Config) -> None:
             f"--save {save} has checkpoints of an earlier run. Go on from them with --load {save}, or save elsewhere."
         )
     metrics = Path(log_dir) / "metrics.jsonl"
-    if log_dir and not config.checkpoint.load and metrics.is_file() and metrics.stat().st_size:
+    begins = not config.checkpoint.load and not config.checkpoint.auto_resume
+    if log_dir and begins and metrics.is_file() and metrics.stat().st_size:
         raise ConfigError(
             f"--log-dir {log_dir} has the metrics of an earlier run. Go on from it with --load, or log elsewhere."
         )
+
+
+def with_newest(config: Config) -> Config:
+    """Under --auto-resume, the config that loads the newest checkpoint in --save, if there is one.
+
+    Raises ConfigError for a run that has failed at one step again and again.
+    """
+    save = config.checkpoint.save
+    if not config.checkpoint.auto_resume:
+        return config
+    crashes.check(Path(save))
+    if not checkpoints(Path(save)):
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, load=save))
 
 
 def continues(config: Config) -> bool:

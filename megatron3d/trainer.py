@@ -8,29 +8,37 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron3d import checkpoint, resume
-from megatron3d.comm import all_reduce
+from megatron3d import checkpoint, crashes, resume
+from megatron3d.comm import agree, all_reduce, gather_objects, gather_to_first
 from megatron3d.config import Config
 from megatron3d.cost import flops_per_token
 from megatron3d.data import Dataset, Datasets, OnePass, load_microbatch, microbatch_start, num_eval_batches
 from megatron3d.grads import FlatGrads
 from megatron3d.layout import flat_layout, local_tensors
+from megatron3d.loss_scale import FLOOR, LossScale
 from megatron3d.lr import learning_rate
 from megatron3d.mesh import Mesh
 from megatron3d.metrics import MetricsLog, Row, peak_memory_bytes, peak_tflops, rates
 from megatron3d.model import GPTStage
+from megatron3d.nonfinite import LayerWatch, bad_weight
 from megatron3d.optimizer import Optimizer, StepResult
 from megatron3d.params import EMBEDDING, HEAD, num_parameters, param_table, stage_sites
 from megatron3d.pipeline import Feed, MicroBatch, Pipeline
+from megatron3d.policy import Policy
+from megatron3d.replicas import check_replicas
 from megatron3d.schedule import build
+from megatron3d.signals import StopRequest
+from megatron3d.timers import Timer, Timers, untimed
 from megatron3d.weights import FlatWeights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Parts:
     weights: FlatWeights
 
 
-def build_model(config: Config, mesh: Mesh) -> Parts:
+def build_model(config: Config, mesh: Mesh, timer: Timer = untimed) -> Parts:
     """This rank's stage with its flat weights, not yet filled."""
     model, parallel, dtype = config.model, config.parallel, DTYPES[config.run.dtype]
     sp = bool(parallel.sp)
@@ -61,7 +69,8 @@ def build_model(config: Config, mesh: Mesh) -> Parts:
         seed=config.run.seed,
     )
     layout = flat_layout(tensors, bucket_size=parallel.bucket_size, dp=mesh.dp.size)
-    return Parts(sites, stage, FlatWeights(stage, layout, dtype=dtype, device=mesh.device, dp=mesh.dp))
+    weights = FlatWeights(stage, layout, dtype=dtype, device=mesh.device, dp=mesh.dp, timer=timer)
+    return Parts(sites, stage, weights)
 
 
 class Trainer:
@@ -69,7 +78,9 @@ class Trainer:
 
     def __init__(self, config: Config, mesh: Mesh, datasets: Datasets) -> None:
         self.config, self.mesh, self.datasets = config, mesh, datasets
-        parts = build_model(config, mesh)
+        self.timers = Timers(_settle(mesh.device)) if config.log.log_level else None
+        self.timer = timer = self.timers or untimed
+        parts = build_model(config, mesh, timer)
         self.stage, self.weights = parts.stage, parts.weights
         self.weights.initialise(config.run.seed)
         parallel, dtype = config.parallel, DTYPES[config.run.dtype]
@@ -89,26 +100,39 @@ class Trainer:
             config.optim, self.weights, self.grads, sites=parts.sites, mesh=mesh, zero=parallel.zero
         )
         rows = config.model.seq_length // (mesh.tp.size if parallel.sp else 1)
-        self.pipeline = Pipeline(self.stage, mesh, rows=rows, hidden=config.model.hidden_size, dtype=dtype)
+        self.pipeline = Pipeline(self.stage, mesh, rows=rows, hidden=config.model.hidden_size, dtype=dtype, timer=timer)
         self.ops = build(parallel.schedule, parallel.pp, config.num_microbatches)[mesh.pp.rank]
         self.eval_ops = build("forward", parallel.pp, config.num_microbatches)[mesh.pp.rank]
-        self.steps = self.skipped_steps = self.consumed_samples = self.consumed_tokens = 0
+        self.steps = self.skipped_steps = self.bad_steps = self.consumed_samples = self.consumed_tokens = 0
+        self.wandb_id = ""
+        self.loss_scale = LossScale.initial(fp16=config.run.dtype == "fp16")
+        self.stop = StopRequest(config.run.exit_after_seconds)
+        self.result = StepResult(math.nan, math.nan, 0, applied=True)  # of the last step
+        self.watch = LayerWatch(self.stage) if config.run.find_nan else None
 
     def step(self) -> StepResult:
         """One optimizer step on the next global batch."""
         batch = self.config.batch
+        self.mesh.recorder.step = self.steps + 1
         tokens = batch.global_batch_size * self.config.model.seq_length
         self.grads.begin(self.config.num_microbatches)
         feed = self._feed(self.datasets.train, self.consumed_samples)
-        sums = self.pipeline.train(self.ops, feed, micro_batch_size=batch.micro_batch_size, seed=1 / tokens)
-        self.grads.finish()
-        result = self.optimizer.step(self.learning_rate(), sums, tokens)
+        scale = self.loss_scale.value
+        sums = self.pipeline.train(self.ops, feed, micro_batch_size=batch.micro_batch_size, seed=scale / tokens)
+        with self.timer("reduce"):
+            self.grads.finish()
+        with self.timer("optimizer"):
+            result = self.optimizer.step(self.learning_rate(), sums, tokens, loss_scale=scale, stop=bool(self.stop))
         if not self.config.parallel.overlap:
             self.weights.finish_gather()
         self.steps += 1
         self.consumed_samples += batch.global_batch_size
         self.consumed_tokens += tokens
         self.skipped_steps += not result.applied
+        expected = self.loss_scale.enabled and self.loss_scale.value > FLOOR  # an overflow finds the scale
+        self.bad_steps = 0 if result.applied else self.bad_steps + (not expected)
+        self.loss_scale = self.loss_scale.after(finite=result.applied)
+        self.result = result
         return result
 
     def learning_rate(self) -> float:
@@ -155,42 +179,75 @@ class Trainer:
         return feed
 
     def save(self, folder: str) -> Path:
-        """Writes a checkpoint of the whole run; a collective call."""
-        counts = {
+        """Writes a checkpoint of the whole run; a collective call. Raises JobError for weights that are not finite."""
+        with self.timer("save"):
+            name = bad_weight(self.optimizer)
+            agree(f"{name} is not finite at step {self.steps}: not saved" if name else None, self.mesh.control)
+            path = checkpoint.save(folder, self.config, self._state(), self.optimizer, self.mesh)
+            if self.mesh.is_main:
+                crashes.forgive(Path(folder), self.steps)
+        return path
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run beside its tensors."""
+        return {
             "step": self.steps,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
             "skipped_steps": self.skipped_steps,
+            "bad_steps": self.bad_steps,
+            "loss_scale": self.loss_scale.state(),
+            "wandb_id": self.wandb_id,
         }
-        return checkpoint.save(folder, self.config, counts, self.optimizer, self.mesh)
 
     def load(self, folder: str) -> None:
         """Goes on from a checkpoint of the same model, saved by any layout; a collective call."""
         meta = checkpoint.load(folder, self.optimizer, self.mesh)
-        self.steps, self.skipped_steps = meta["step"], meta["skipped_steps"]
+        self.wandb_id = meta["wandb_id"]
+        self.steps, self.skipped_steps, self.bad_steps = meta["step"], meta["skipped_steps"], meta["bad_steps"]
+        saved_scale = LossScale(**meta["loss_scale"])
+        if saved_scale.enabled and self.loss_scale.enabled:
+            self.loss_scale = saved_scale
         self.consumed_samples, self.consumed_tokens = meta["consumed_samples"], meta["consumed_tokens"]
 
-    def run(self) -> None:
-        """Trains to `train_steps`, evaluating, logging and saving on the way; a run that was loaded goes on."""
-        config, run = self.config, self.config.run
-        if config.checkpoint.load:
-            self.load(config.checkpoint.load)
-        log = MetricsLog(config, self.steps, enabled=self.mesh.is_main)
+    def run(self) -> bool:
+        """Trains to `train_steps`, evaluating, logging and saving on the way; a run that was loaded goes on.
+
+        Returns whether it got there: False if it was asked to stop before (signals.py), its state saved.
+        """
+        config, run, save = self.config, self.config.run, self.config.checkpoint.save
+        load = gather_objects(config.checkpoint.load, self.mesh.control)[0]  # ranks may see a shared disk differently
+        if load:
+            self.load(load)
+        log = MetricsLog(config, self.steps, enabled=self.mesh.is_main, wandb_id=self.wandb_id)
+        self.wandb_id = log.wandb_id
         log.say(describe(config, self.mesh, self.steps))
         if run.eval_interval and self.datasets.valid is None:
             log.say(f"No evaluation: {self.datasets.no_valid_reason}")
-        saved = self.steps if resume.continues(config) else -1
-        try:
-            while self.steps < run.train_steps:
-                log.write(self._timed_step())
+        policy = Policy(run, self.optimizer, self.mesh, log.say)
+        saved = self.steps if load and resume.continues(config) else -1
+        with log:
+            while self.steps < run.train_steps and not self._should_stop():
+                row = self._timed_step()
+                log.write(row)
+                policy.judge(self.steps, self.result, self.loss_scale, self.bad_steps, self.watch)
+                if run.check_replicas_every and self.steps % run.check_replicas_every == 0:
+                    check_replicas(config, self.weights, self.mesh, self.steps)
                 every = config.checkpoint.save_interval
-                if config.checkpoint.save and every and self.steps % every == 0:
-                    log.say(f"saved {self.save(config.checkpoint.save)}")
+                if save and every and self.steps % every == 0:
+                    log.say(f"saved {self.save(save)}")
                     saved = self.steps
-            if config.checkpoint.save and saved != self.steps:
-                log.say(f"saved {self.save(config.checkpoint.save)}")
-        finally:
-            log.close()
+                if self.timers is not None and log.shows(row):
+                    log.write_phases(self.steps, gather_to_first(self.timers.take(), self.mesh.control))
+            if save and saved != self.steps:
+                log.say(f"saved {self.save(save)}")
+            if self.steps < run.train_steps:
+                log.say(f"stopped after step {self.steps}, as asked{f' ({self.stop.reason})' if self.stop else ''}")
+            return self.steps >= run.train_steps
+
+    def _should_stop(self) -> bool:
+        """Whether some rank was asked to stop, or this is the step to stop at."""
+        return self.result.stop_votes > 0 or 0 < self.config.run.exit_step <= self.steps
 
     def _timed_step(self) -> Row:
         """A step and its row in the metrics."""
@@ -203,7 +260,7 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "loss_scale": 1.0,
+            "loss_scale": self.loss_scale.value,
             "skipped_steps": self.skipped_steps,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
@@ -212,8 +269,14 @@ class Trainer:
         }
         due = run.eval_interval and (self.steps % run.eval_interval == 0 or self.steps == run.train_steps)
         if due and self.datasets.valid is not None:
-            row["eval_loss"] = self.evaluate()
+            with self.timer("evaluate"):
+                row["eval_loss"] = self.evaluate()
         return row
+
+
+def _settle(device: torch.device) -> Callable[[], object] | None:
+    """What waits for the work that a device has queued; None where a call returns when its work is done."""
+    return None if device.type == "cpu" else lambda: torch.accelerator.current_stream(device).synchronize()
 
 
 def _tied_peer(config: Config, mesh: Mesh) -> int | None:

@@ -9,8 +9,8 @@ An option has no effect where another one rules it out: a beta under SGD, an int
 is no tp to save memory with. An option that says how a thing is done, or how often, merely states a fact where this run
 is too small for the thing to occur, and is accepted, so that one set of flags serves the job and its trial on one
 process: --schedule and --stage-layers at pp 1; --zero, --overlap and --bucket-size at dp 1; --no-sp at tp 1;
---deterministic on a CPU; --timeout-seconds for one process; --save-interval and --eval-interval beyond --train-steps,
-at whose end both act anyway.
+--deterministic on a CPU; --timeout-seconds and --check-replicas-every for one process; --save-interval and
+--eval-interval beyond --train-steps, at whose end both act anyway.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron3d.config import (
     Config,
     ConfigError,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -64,8 +65,11 @@ RANGES = {
         (POSITIVE, "lr eps"),
         (OPTIONAL, "min_lr warmup_steps decay_steps weight_decay clip_grad"),
         (FRACTION, "beta1 beta2"),
-        (COUNT, "train_steps"),
-        (OPTIONAL, "save_interval eval_interval eval_steps peak_tflops"),
+        (COUNT, "max_bad_steps spike_window"),
+        (OPTIONAL, "exit_step exit_after_seconds spike_sigmas"),
+        (COUNT, "train_steps log_interval"),
+        (Range(0, 2), "log_level"),
+        (OPTIONAL, "save_interval eval_interval eval_steps check_replicas_every peak_tflops"),
         (Range(0, 2**63), "seed"),
     )
     for name in names.split()
@@ -87,6 +91,7 @@ def resolve(config: Config, *, world_size: int) -> Config:
         _check_no_rotary(model)
     _check_data(config.data, config.run)
     _check_intervals(config.checkpoint, config.run)
+    _check_log(config.log)
     return replace(
         config,
         model=model,
@@ -228,8 +233,26 @@ def _check_intervals(checkpoint: CheckpointConfig, run: RunConfig) -> None:
             f"--save-interval {checkpoint.save_interval} has no effect without --save. Name a folder with --save, or "
             "leave the interval out."
         )
+    if checkpoint.auto_resume and (not checkpoint.save or checkpoint.load):
+        raise ConfigError(
+            f"--auto-resume goes on from the newest checkpoint in --save: it needs that folder (now "
+            f"{checkpoint.save or 'none'}) and no --load (now {checkpoint.load or 'none'})."
+        )
+    for name in ("spike_window", "stop_on_spike"):
+        if getattr(run, name) != getattr(RunConfig(), name) and not run.spike_sigmas:
+            raise ConfigError(f"{flag(name)} has no effect without --spike-sigmas. Give the height of a spike, e.g. 6.")
     if run.eval_steps != RunConfig().eval_steps and not run.eval_interval:
         raise ConfigError(
             f"--eval-steps {run.eval_steps} has no effect without --eval-interval. Give the number of steps between "
             "evaluations, or leave it out."
         )
+
+
+def _check_log(log: LogConfig) -> None:
+    """How a W&B run is called and kept is said of one that there is."""
+    for name in ("wandb_name", "wandb_mode"):
+        if (value := getattr(log, name)) != getattr(LogConfig(), name) and not log.wandb_project:
+            raise ConfigError(
+                f"{flag(name)} {value} has no effect without --wandb-project. Name the project to record the run in, "
+                "or leave it out."
+            )

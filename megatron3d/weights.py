@@ -16,15 +16,23 @@ from megatron3d import rng
 from megatron3d.comm import Pending, start_all_gather
 from megatron3d.layout import FlatLayout, LocalTensor, relative, runs
 from megatron3d.mesh import Axis
+from megatron3d.timers import Timer, untimed
 
 
 class FlatWeights:
     """One flat buffer per bucket of `layout`; the parameters of `stage` become views of them."""
 
     def __init__(
-        self, stage: nn.Module, layout: FlatLayout, *, dtype: torch.dtype, device: torch.device, dp: Axis
+        self,
+        stage: nn.Module,
+        layout: FlatLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        dp: Axis,
+        timer: Timer = untimed,
     ) -> None:
-        self.layout, self.dp = layout, dp
+        self.layout, self.dp, self._timer = layout, dp, timer
         self.buckets = [torch.zeros(bucket.size, dtype=dtype, device=device) for bucket in layout.buckets]
         self._gathering: dict[int, Pending] = {}
         for slot, view in zip((slot for bucket in layout.buckets for slot in bucket.slots), self._views(), strict=True):
@@ -79,7 +87,8 @@ class FlatWeights:
     def _wait(self, needed: list[int]) -> None:
         for i in needed:
             if i in self._gathering:
-                self._gathering.pop(i).wait()
+                with self._timer("gather"):
+                    self._gathering.pop(i).wait()
 
 
 def _lend(stage: nn.Module, tensor: LocalTensor, memory: Tensor) -> None:

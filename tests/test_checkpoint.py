@@ -298,6 +298,9 @@ def test_counts_and_config_are_in_the_index(tmp_path: Path) -> None:
         "consumed_tokens": 128,
         "skipped_steps": 1,
         "adam_count": 1,
+        "bad_steps": 0,
+        "loss_scale": {"enabled": False, "value": 1.0, "good_steps": 0, "patience": 2, "at_floor": 0},
+        "wandb_id": "",
     }
     assert saved_config(read_index(tmp_path)) == config
     other = Trainer(config, Mesh.single(), toy.datasets(config.model))

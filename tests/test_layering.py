@@ -13,14 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = [
     {"__init__", "config", "words", "sizes", "config_io", "params", "grid", "schedule", "layout", "lr", "cost"}
-    | {"launch", "rendezvous", "resume", "megatron_names", "validate", "cli"},
+    | {"launch", "rendezvous", "tether", "resume", "megatron_names", "validate", "cli"}
+    | {"loss_scale", "timers", "signals", "spikes", "flight", "crashes"},
     {"mesh", "rng", "indexed", "corpus"},
     {"comm"},
     {"layers", "tokenizer", "report"},
-    {"model", "grads", "weights", "vocabulary", "encode"},
-    {"pipeline", "optimizer", "data", "metrics", "inference"},
-    {"checkpoint"},
+    {"model", "grads", "weights", "vocabulary", "encode", "trackers"},
+    {"pipeline", "optimizer", "data", "metrics", "inference", "replicas"},
+    {"checkpoint", "nonfinite", "failures"},
+    {"policy"},
     {"trainer"},
+    {"selftest"},
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}
 PURE = ROWS[0]

@@ -16,7 +16,7 @@ from megatron3d.config_io import from_dict
 from megatron3d.cost import flops_per_token
 from megatron3d.data import Datasets
 from megatron3d.mesh import Mesh
-from megatron3d.metrics import MetricsLog, peak_memory_bytes, peak_tflops, rates
+from megatron3d.metrics import MetricsLog, duration, peak_memory_bytes, peak_tflops, perplexity, rates, short_count
 from megatron3d.trainer import Trainer
 from tests import toy
 from tests.ranks import on_mesh
@@ -160,3 +160,64 @@ def test_only_one_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     log.say("nothing")
     log.close()
     assert not (tmp_path / "none").exists() and capsys.readouterr().out == ""
+
+
+def test_every_step_in_the_file_every_few_on_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Interval 3 of 8 steps with evaluations at 4 and 8: lines at 3, 4, 6 and 8; a row each step in the file."""
+    config = toy.config(global_batch_size=1, train_steps=8, eval_interval=4, eval_steps=1)
+    run(Mesh.single(), logging(config, tmp_path, log_interval=3, log_level=1))
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 9))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0] for line in lines if line.startswith("step ") and "/8 |" in line] == [
+        "step 3", "step 4", "step 6", "step 8"
+    ]  # fmt: skip
+    phases = [line for line in lines if line.startswith("ms per step, least-most over ranks: forward ")]
+    assert len(phases) == 4 and ["evaluate" in line for line in phases] == [False, True, False, True]
+    assert all("optimizer" in line and "backward" in line for line in phases)
+
+
+def test_the_line_says_what_is_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 12 x 32 tokens a step; after step 2 of 20, 10 s after step 1, 18 steps of 10 s. The first line goes by
+    the step's own seconds, the last one has nothing left."""
+    clock = iter([100.0, 110.0, 400.0])
+    monkeypatch.setattr("megatron3d.metrics.time.perf_counter", lambda: next(clock))
+    log = MetricsLog(replace(toy.config(), log=LogConfig(progress=False)), 0, enabled=True)
+    for step in (1, 2, 20):
+        log.write({**row_of(step), "step_seconds": 200.0})
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.endswith(" | 7.30k tokens left | ETA 1:03:20")  # 19 x 384, 19 x 200 s
+    assert second.endswith(" | 6.91k tokens left | ETA 0:03:00")
+    assert "left" not in last and "ETA" not in last
+
+
+def test_the_pace_is_that_of_the_last_hundred_steps(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """150 steps of 1 s, then 100 of 3 s: the time left counts 3 s a step."""
+    seconds = 0.0
+    monkeypatch.setattr("megatron3d.metrics.time.perf_counter", lambda: seconds)
+    log = MetricsLog(replace(toy.config(train_steps=1000), log=LogConfig(progress=False)), 0, enabled=True)
+    for step in range(1, 251):
+        seconds += 1.0 if step <= 150 else 3.0
+        log.write(row_of(step))
+    assert capsys.readouterr().out.rstrip().endswith(" | ETA 0:37:30")  # 750 x 3 s
+
+
+def test_durations_and_counts() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.6, 5025, 86399.9, 12 * 86400 + 4 * 3600)] == [
+        "0:00:00", "0:01:00", "1:23:45", "1d 0:00:00", "12d 4:00:00"
+    ]  # fmt: skip
+    assert [short_count(number) for number in (999, 1000, 1_234_567, 15 * 10**9, 2 * 10**12)] == [
+        "999", "1.00k", "1.23M", "15.00B", "2.00T"
+    ]  # fmt: skip
+
+
+def test_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
+    """exp of the mean loss, beside it on the console; beyond a float infinite, of nothing nothing."""
+    assert perplexity(0.0) == 1 and perplexity(math.log(131)) == pytest.approx(131)
+    assert perplexity(1e3) == math.inf and perplexity(math.inf) == math.inf and math.isnan(perplexity(math.nan))
+    log = MetricsLog(replace(toy.config(), log=LogConfig(progress=False)), 0, enabled=True)
+    log.write({**row_of(1), "eval_loss": math.log(131)})
+    log.write({**row_of(2), "eval_loss": 800.0})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "eval loss 4.8752, perplexity 131.00" in first and "eval loss 800.0000, perplexity inf" in second

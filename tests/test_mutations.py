@@ -239,9 +239,11 @@ def mean_of_rank_means(original: Any) -> Any:
 
 
 def mean_over_all_tokens(original: Any) -> Any:
-    def step(self: optimizer.Optimizer, lr: float, sums: Tensor, expected_tokens: int) -> optimizer.StepResult:
+    def step(
+        self: optimizer.Optimizer, lr: float, sums: Tensor, expected_tokens: int, **others: Any
+    ) -> optimizer.StepResult:
         valid = comm.all_reduce(sums.clone(), self.mesh.world)[1]
-        result: optimizer.StepResult = original(self, lr, sums, int(valid))
+        result: optimizer.StepResult = original(self, lr, sums, int(valid), **others)
         return result
 
     return step
@@ -303,8 +305,8 @@ def first_element_forgotten(original: Any) -> Any:
 
 
 def count_moves_on(original: Any) -> Any:
-    def step(self: optimizer.Optimizer, *args: Any) -> optimizer.StepResult:
-        result: optimizer.StepResult = original(self, *args)
+    def step(self: optimizer.Optimizer, *args: Any, **kwargs: Any) -> optimizer.StepResult:
+        result: optimizer.StepResult = original(self, *args, **kwargs)
         self.count += not result.applied
         return result
 

@@ -118,6 +118,49 @@ def test_a_lost_node_ends_the_other(tmp_path: Path, lost: int) -> None:
         assert len(ranks) == 2 and not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
+PROGRAM = (ROOT / "pretrain_gpt.py").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("end_with_launcher" not in PROGRAM, reason="ranks are not tied to their launcher")
+def test_a_killed_agent_ends_both_nodes(tmp_path: Path) -> None:
+    """The agent alone, by SIGKILL: its ranks are well, and would train on with nobody to end them."""
+    words = [*TRAIN, *MESH, "--train-steps", "1000000", "--timeout-seconds", str(TIMEOUT), "--log-dir", str(tmp_path)]
+    with two_nodes(tmp_path, words) as nodes:
+        wait_for_steps(tmp_path, nodes)
+        ranks = nodes[1].ranks()
+        nodes[1].process.kill()
+        assert nodes[0].end(TIMEOUT + SLACK) != 0
+        assert len(ranks) == 2 and not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_a_tethered_process_ends_with_its_parent() -> None:
+    """Parent prints its child's pid and is killed; the child's handler for SIGTERM runs."""
+    child = (
+        "import signal, sys, time; from megatron3d.tether import end_with_launcher; end_with_launcher()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit()))\n"
+        "print('ready', flush=True); time.sleep(30)"
+    )
+    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(30)"
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.kill()
+    assert process.communicate(timeout=10)[0] == "told\n"
+
+
+@pytest.mark.skipif("check_rendezvous" not in PROGRAM, reason="the program does not check its meeting point")
+def test_the_program_explains_its_meeting_point() -> None:
+    """FAIL-05, FAIL-06: started by hand, a name that leads nowhere and a port that is taken, within a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = str(holder.getsockname()[1])
+        for address, told in {"no-such-host.invalid": "'no-such-host.invalid'", "localhost": f"Port {port}"}.items():
+            env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+            env |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+            words = [sys.executable, *TRAIN, "--tp", "2"]
+            done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 @pytest.fixture
 def namespaces() -> Iterator[list[str]]:
     """Two network namespaces joined by a cable; each names its end like itself, so that it can be pulled."""

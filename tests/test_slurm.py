@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import getpass
-import importlib.util
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tools" / "slurm.sbatch"
+PROGRAM = (ROOT / "pretrain_gpt.py").read_text() + (ROOT / "megatron3d" / "trainer.py").read_text()
 DAEMONS = ("slurmctld", "slurmd", "munged", "sbatch")
 
 STUBS = {
@@ -330,7 +330,7 @@ def processes_with(*words: str, without: str = "\0") -> list[int]:
 @needs_slurm
 @pytest.mark.slurm
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("megatron3d.signals") is None, reason="the trainer handles no signals")
+@pytest.mark.skipif("megatron3d.signals" not in PROGRAM, reason="the program handles no signals")
 def test_usr1_saves_requeues_and_resumes(slurm: Slurm, tmp_path: Path) -> None:
     """What happens two minutes before the time limit, brought about by hand."""
     save = ["--save", str(tmp_path / "kept"), "--log-dir", str(tmp_path / "log")]

@@ -202,7 +202,7 @@ WRONG = [
     ("word for a number", 1, "--num-layers four", "--num-layers|'four'|an integer"),
     ("fraction for a number", 1, "--train-steps 1e3", "--train-steps|'1e3'|an integer"),
     ("no such choice", 1, "--activation relu", "--activation|'relu'|swiglu"),
-    ("no such dtype", 1, "--dtype fp16", "--dtype|'fp16'|bf16"),
+    ("no such dtype", 1, "--dtype fp8", "--dtype|'fp8'|bf16"),
     ("value missing", 1, "--lr", "--lr|Missing value"),
     ("no such model", 1, "--config llama2-7", "llama2-7|Did you mean llama2-7b?|qwen3-8b"),
 ]  # fmt: skip

@@ -119,15 +119,14 @@ def read_hostfile(file: Path) -> list[Host]:
 
 def shell_line(flags: Flags, hosts: Sequence[Host], rank: int, port: int, program: Sequence[str]) -> str:
     """What host number `rank` runs: checks the meeting point, starts torchrun, ends it when standard input closes."""
-    address = flags.master_addr or hosts[0].name
+    address = flags.master_addr or hosts[0].name.rpartition("@")[2]
     meeting = [address, str(port)]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--node-rank", str(rank)]
     torchrun += ["--nproc-per-node", str(hosts[rank].slots), "--master-addr", address, "--master-port", str(port)]
-    torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
     for variable in flags.env:
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", variable, re.DOTALL):
             raise ConfigError(f"--env {variable}: it must have the form NAME=VALUE.")
-    env = ["env", "PYTHONUNBUFFERED=1", *flags.env, flags.python]
+    env = ["env", "PYTHONUNBUFFERED=1", f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={flags.grace:.0f}", *flags.env, flags.python]
     return (
         f"exec 3<&0; cd {shlex.quote(flags.workdir or str(Path.cwd()))} || exit; "
         f"{shlex.join([*env, '-m', 'megatron3d.rendezvous', *meeting, str(rank)])} </dev/null 3<&- || exit; "
@@ -195,7 +194,7 @@ class Job:
                     self.codes[rank] = code
                     failed = rank if failed is None and code else failed
             if deadline == float("inf") and (failed is not None or self.signal):
-                deadline = time.monotonic() + self.grace
+                deadline = time.monotonic() + self.grace + 5  # by then torchrun has killed its ranks
                 for process in processes:
                     assert process.stdin is not None
                     process.stdin.close()
@@ -208,7 +207,8 @@ class Job:
     def _forward(self, name: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            print(f"[{name}] {line.rstrip()}", file=self.out, flush=True)
+            self.out.write(f"[{name}] {line.rstrip()}\n")  # one piece: print would let another thread in between
+            self.out.flush()
 
 
 if __name__ == "__main__":
