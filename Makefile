@@ -9,6 +9,7 @@ BIN := .venv/bin
 TORCH := torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest
+PAIR := -n 2 --dist worksteal  # two tests at a time: those of many ranks mostly wait
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,10 +28,10 @@ demo: .venv/installed  ## Corpus, tokenizer, 3D-parallel training, resume on ano
 	BIN=$(BIN) bash tools/demo.sh demo_run
 
 test: .venv/installed  ## The whole CI tier
-	$(PYTEST) -m "not soak and not slurm"
+	$(PYTEST) $(PAIR) -m "not soak and not slurm"
 
 test-fast: .venv/installed  ## The quick part of it, under a minute
-	$(PYTEST) -m "not soak and not slow and not slurm"
+	$(PYTEST) $(PAIR) -m "not soak and not slow and not slurm"
 
 soak: .venv/installed  ## Everything, long batteries included
 	$(PYTEST)

@@ -7,7 +7,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard"],
     "hf": ["transformers", "tokenizers"],
-    "dev": ["pytest>=8", "hypothesis", "ruff", "mypy"],
+    "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy"],
 }
 
 setup(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from megatron3d.config import ConfigError, ParallelConfig
 from megatron3d.flight import FlightRecorder
@@ -95,7 +95,7 @@ class Mesh:
         if begins:
             dist.init_process_group(
                 backend,
-                init_method=init_method or f"tcp://{launch.master_addr}:{launch.master_port}",
+                **({"init_method": init_method} if init_method else _meeting_point(launch, timeout)),
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout,
@@ -199,6 +199,15 @@ def pick_device(wanted: str, launch: Launch) -> torch.device:
     device = torch.device("cuda", launch.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _meeting_point(launch: Launch, timeout: timedelta) -> dict[str, Any]:
+    """How the ranks find each other: an address, or the store that torchrun serves. That store outlives a restart of
+    the job, whose ranks must not meet the addresses of the last attempt: each attempt has its own names in it."""
+    if not launch.agent_store:
+        return {"init_method": f"tcp://{launch.master_addr}:{launch.master_port}"}
+    store = TCPStore(launch.master_addr, launch.master_port, is_master=False, timeout=timeout)
+    return {"store": PrefixStore(f"megatron3d/attempt-{launch.attempt}", store)}
 
 
 def _axis(

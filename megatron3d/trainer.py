@@ -252,7 +252,7 @@ class Trainer:
     def _timed_step(self) -> Row:
         """A step and its row in the metrics."""
         config, run, device = self.config, self.config.run, self.mesh.device
-        lr, begin = self.learning_rate(), time.perf_counter()
+        lr, scale, begin = self.learning_rate(), self.loss_scale.value, time.perf_counter()
         result = self.step()
         seconds = time.perf_counter() - begin
         row: Row = {
@@ -260,7 +260,7 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "loss_scale": self.loss_scale.value,
+            "loss_scale": scale,
             "skipped_steps": self.skipped_steps,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,

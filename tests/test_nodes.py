@@ -106,7 +106,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path: Path, alone: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_lost_node_ends_the_other(tmp_path: Path, lost: int) -> None:
     words = [*TRAIN, *MESH, "--train-steps", "1000000", "--timeout-seconds", str(TIMEOUT), "--log-dir", str(tmp_path)]
     with two_nodes(tmp_path, words) as nodes:
@@ -193,6 +193,7 @@ def test_two_network_namespaces(tmp_path: Path, alone: Path, namespaces: list[st
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_pulled_cable_ends_both_nodes(tmp_path: Path, namespaces: list[str]) -> None:
     """No connection is closed, nothing more arrives: only the time-out can tell."""
     words = [*TRAIN, *MESH, "--train-steps", "1000000", "--timeout-seconds", str(TIMEOUT), "--log-dir", str(tmp_path)]
