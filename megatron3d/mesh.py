@@ -23,7 +23,7 @@ from megatron3d.flight import FlightRecorder
 from megatron3d.grid import Grid
 from megatron3d.launch import Launch
 
-ROLL_CALL = timedelta(seconds=10)
+ROLL_CALL = timedelta(seconds=5)
 """How long the first rank to fail waits for a word from the others."""
 
 

@@ -194,7 +194,7 @@ def sharded_loss(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("targets", ["mixed", "first", "last", "ignored"])
 def test_cross_entropy(width: int, dtype: torch.dtype, targets: str) -> None:
-    """NUM-03: targets in one shard only, mixed, and none at all; gradients per shard equal the unsharded ones."""
+    """NUM-03, LOSS-03: targets in one shard only, mixed, and none at all; shards have the gradients of the whole."""
     logits, dloss = draw(17, VOCAB, dtype=dtype, scale=4), draw(17, dtype=torch.float64, seed=1)
     low, high = {"first": (0, 30), "last": (VOCAB - 30, VOCAB)}.get(targets, (0, VOCAB))
     labels = torch.randint(low, high, (17,), generator=torch.Generator().manual_seed(2))

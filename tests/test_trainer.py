@@ -18,6 +18,7 @@ from megatron3d.resume import read_index
 from megatron3d.trainer import Trainer
 from tests import reference, toy
 from tests.lone import lone_trainer, reference_weights, whole_weights
+from tests.ranks import on_mesh
 
 
 def keeping(config: Config, folder: Path, **settings: Any) -> Config:
@@ -160,3 +161,24 @@ def test_the_seed_decides_weights_and_dropout() -> None:
         trainer = Trainer(config, Mesh.single(), toy.datasets(config.model))
         losses.setdefault(seed, set()).add(trainer.step().loss)
     assert len(losses[1]) == 1 and losses[1] != losses[2]
+
+
+def resumed_step(mesh: Mesh, config: Config) -> int:
+    """The step a run begins at; rank 1 sees a folder without checkpoints, as on a shared disk that lags behind."""
+    if mesh.rank == 1:
+        config = replace(config, checkpoint=CheckpointConfig())
+    trainer = Trainer(config, mesh, toy.datasets(config.model))
+    begun: list[int] = []
+    take = trainer.step
+    trainer.step = lambda: (begun.append(trainer.steps), take())[1]  # type: ignore[method-assign]
+    trainer.run()
+    return begun[0]
+
+
+def test_the_main_rank_decides_whether_to_resume(tmp_path: Path) -> None:
+    """CKPT-12: ranks that see different folders do not part ways."""
+    config = toy.config(replace(toy.LLAMA, num_layers=1), global_batch_size=2, train_steps=2)
+    run(keeping(replace(config, run=replace(config.run, train_steps=1)), tmp_path))
+    resuming = toy.config(replace(toy.LLAMA, num_layers=1), dp=2, global_batch_size=2, train_steps=2)
+    resuming = replace(resuming, checkpoint=CheckpointConfig(load=str(tmp_path / "checkpoints")))
+    assert on_mesh(resuming.parallel, resumed_step, resuming) == [1, 1]
