@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast check soak clean
+.PHONY: help install demo test test-fast check soak bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,12 +29,16 @@ demo: .venv/installed  ## Corpus, tokenizer, 3D-parallel training, resume on ano
 
 test: .venv/installed  ## The whole CI tier
 	$(PYTEST) $(PAIR) -m "not soak and not slurm"
+	$(PYTEST) -m slurm  # one at a time: two clusters on one machine would take the same ports
 
 test-fast: .venv/installed  ## The quick part of it, under a minute
 	$(PYTEST) $(PAIR) -m "not soak and not slow and not slurm"
 
 soak: .venv/installed  ## Everything, long batteries included
 	$(PYTEST)
+
+bench: .venv/installed  ## This project beside its peers on CPUs, into docs/performance.md; FLAGS="--deepspeed PYTHON ..."
+	$(BIN)/python -m benchmarks.peers --write docs/performance.md $(FLAGS)
 
 check: .venv/installed  ## ruff, mypy --strict, layering
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "tensorboard": ["tensorboard"],
     "hf": ["transformers", "tokenizers"],
-    "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+    "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy", "wandb", "tensorboard", "transformers"],
 }
 
 setup(
@@ -24,6 +24,14 @@ setup(
         "megatron3d.model_configs": "model_configs",
     },
     package_data={"megatron3d": ["py.typed"], "megatron3d.model_configs": ["*.toml"]},
-    install_requires=["torch>=2.11", "numpy>=1.26", "sentencepiece>=0.2", "safetensors>=0.4", "tyro>=1.0", "rich>=13"],
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "sentencepiece>=0.2",
+        "safetensors>=0.4",
+        "isal>=1.7; platform_machine in 'x86_64 AMD64 aarch64 arm64'",
+        "tyro>=1.0",
+        "rich>=13",
+    ],
     extras_require=EXTRAS,
 )

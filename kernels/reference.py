@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SQUARES_BLOCK = 1 << 18  # elements; 2 MiB in fp64
+
 
 def _up(x: Tensor) -> torch.dtype:
     """The dtype in which arithmetic on x happens: at least fp32."""
@@ -84,14 +86,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """Gradient of `swiglu`: dy (..., F), gate_up (..., 2F) -> (..., 2F) in gate_up's dtype."""
-    up = _up(gate_up)
-    gate, linear = gate_up.to(up).chunk(2, dim=-1)
-    dy = dy.to(up)
-    dgate_up = torch.empty_like(gate_up)
-    dgate, dlinear = dgate_up.chunk(2, dim=-1)
-    dgate.copy_(torch.ops.aten.silu_backward(dy * linear, gate))
-    dlinear.copy_(F.silu(gate).mul_(dy))
-    return dgate_up
+    wide, dy = gate_up.to(_up(gate_up)), dy.to(_up(gate_up))
+    slope = torch.empty_like(wide)
+    (gate, linear), (dgate, dlinear) = wide.chunk(2, dim=-1), slope.chunk(2, dim=-1)
+    torch.mul(dy, linear, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    torch.ops.aten.silu.out(gate, out=dlinear).mul_(dy)
+    return slope.to(gate_up.dtype)
 
 
 # Rotary positions
@@ -135,9 +136,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     x (S, B, heads, D), cos and sin (S, D/2) in at least fp32 -> (S, B, heads, D) in x's dtype.
     """
-    cos, sin = cos[:, None, None, :], sin[:, None, None, :]
-    first, second = x.to(_up(x)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    wide = x.to(_up(x))
+    first, second = wide.chunk(2, dim=-1)
+    # Over whole heads, since loops over halves would be too short for a CPU: (second, first) * (-sin, sin) + x * cos.
+    turned = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin, sin), dim=-1)[:, None, None, :])
+    return turned.addcmul_(wide, torch.cat((cos, cos), dim=-1)[:, None, None, :]).to(x.dtype)
 
 
 def rotary_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -155,59 +158,58 @@ def _targets(labels: Tensor, first_id: int, num_valid: int) -> tuple[Tensor, Ten
     return here, column.where(here, 0)
 
 
-def cross_entropy_stats(logits: Tensor, labels: Tensor, first_id: int, num_valid: int) -> Tensor:
-    """What one shard contributes to the loss of each row: (3, N) in up.
+def cross_entropy_local(logits: Tensor, labels: Tensor, first_id: int, num_valid: int) -> tuple[Tensor, Tensor]:
+    """Softmax of each row within one shard, (N, V) in up, and what the shard contributes to the loss, (3, N) in up.
 
-    The rows of the result are the largest logit, the sum of exp(logit - largest), and the target's logit (0 where the
+    The rows of the second are the largest logit, the sum of exp(logit - largest), and the target's logit (0 where the
     label is another shard's). logits (N, V) cover ids first_id ... first_id + V - 1, of which the first num_valid
-    exist; the other columns are padding and outside the softmax. An empty shard (num_valid 0) gives -inf, 0, 0.
+    exist; the other columns are padding and outside the softmax. An empty shard (num_valid 0) gives -inf, 0, 0. The
+    logits are overwritten, by the softmax itself where they are as wide as it.
     """
-    valid = logits[:, :num_valid].to(_up(logits))
-    stats = valid.new_zeros(3, len(labels))
+    up = _up(logits)
+    stats = logits.new_zeros(3, len(labels), dtype=up)
     if num_valid == 0:
         stats[0] = -math.inf
-        return stats
+        return torch.zeros_like(logits, dtype=up), stats
+    logits[:, num_valid:] = -math.inf
     here, column = _targets(labels, first_id, num_valid)
-    stats[0] = valid.amax(1)
-    stats[1] = (valid - stats[0, :, None]).exp_().sum(1)
-    stats[2] = valid.gather(1, column[:, None]).squeeze(1).where(here, 0)
-    return stats
+    wide = logits.to(up)
+    stats[2] = wide.gather(1, column[:, None]).squeeze(1).where(here, 0)
+    torch.amax(wide, 1, out=stats[0])
+    probabilities = torch.softmax(wide, 1, out=wide)
+    stats[1] = probabilities.amax(1).reciprocal()  # the largest logit's is exp(0) / sum
+    return probabilities, stats
 
 
-def cross_entropy_merge(stats: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each row from the shards' stats (ranks, 3, N), summed in rank order: two (N) in up.
+def cross_entropy_merge(stats: Tensor, labels: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Loss of each row from the shards' stats (ranks, 3, N), and the share of shard `rank` in the softmax of the whole
+    row: two (N) in up, summed in rank order.
 
     Rows with a negative label have loss 0. A label beyond every shard is the caller's mistake and not noticed here.
     """
     largest = stats[:, 0].amax(0)
+    masses = stats[:, 1] * (stats[:, 0] - largest).exp()
     total = torch.zeros_like(largest)
     target = torch.zeros_like(largest)
-    for local_largest, local_sum, local_target in stats:
-        total += local_sum * (local_largest - largest).exp()
+    for mass, local_target in zip(masses, stats[:, 2], strict=True):
+        total += mass
         target += local_target
-    log_total = total.log()
-    # Small numbers first: largest + log_total - target would lose the loss's last digits when logits are large.
-    loss = log_total + (largest - target)
-    return loss.masked_fill(labels < 0, 0), largest + log_total
+    # Small numbers first: largest + log(total) - target would lose the loss's last digits when logits are large.
+    loss = total.log() + (largest - target)
+    return loss.masked_fill(labels < 0, 0), masses[rank] / total
 
 
 def cross_entropy_backward(
-    logits: Tensor, labels: Tensor, first_id: int, num_valid: int, lse: Tensor, dloss: Tensor
+    probabilities: Tensor, labels: Tensor, first_id: int, num_valid: int, share: Tensor, dloss: Tensor
 ) -> Tensor:
-    """(softmax - one-hot) * dloss, written into logits (N, V) and returned; lse and dloss (N).
+    """(softmax - one-hot) * dloss, written into the local `probabilities` (N, V) and returned; share and dloss (N).
 
     Padded columns and rows with a negative label get exactly 0.
     """
     here, column = _targets(labels, first_id, num_valid)
-    logits[:, num_valid:] = 0
-    valid = logits[:, :num_valid]
-    if num_valid > 0:
-        slope = valid.to(lse.dtype)  # the logits themselves when they are as wide as lse: no copy
-        slope.sub_(lse[:, None]).exp_()
-        slope.scatter_add_(1, column[:, None], -here[:, None].to(slope.dtype))
-        slope.mul_(dloss[:, None]).masked_fill_((labels < 0)[:, None], 0)
-        valid.copy_(slope)
-    return logits
+    slope = dloss.masked_fill(labels < 0, 0)
+    probabilities.mul_((share * slope)[:, None])
+    return probabilities.scatter_add_(1, column[:, None], -(here * slope)[:, None])
 
 
 # Weight gradients and updates
@@ -219,6 +221,15 @@ def accumulate_weight_grad(out: Tensor, dy: Tensor, x: Tensor) -> None:
         out.addmm_(dy.t(), x)
     else:
         out.add_(dy.t() @ x)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Of x (n), in fp64: 0-d. In blocks, so that the fp64 copy of one stays in a CPU's cache."""
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for block in x.split(SQUARES_BLOCK):
+        wide = block.to(torch.float64)
+        total += wide.dot(wide)
+    return total
 
 
 def adamw(

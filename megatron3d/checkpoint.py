@@ -1,66 +1,38 @@
-"""Checkpoints: files of boxes and an index of them; written aside and renamed, loaded onto any layout.
+"""Checkpoints of a running job: every rank writes the boxes it owns, and reads those it needs, on any layout.
 
-The one idea: a checkpoint is a set of global tensors, each tiled by boxes (layout.py). A rank writes the boxes it owns,
-so that every value is written once; a rank that loads copies, from each stored box, what meets the boxes it holds. No
-layout is part of the format, and nothing is pickled: loading never runs code.
+The one idea: a checkpoint is a set of global tensors, each tiled by boxes (layout.py), so that no layout is part of it.
+A rank that loads copies, from each stored box, what meets the boxes it holds. A save has three parts: all ranks begin,
+each writes its own file, all commit. The middle needs nobody else, so it may happen behind training (--async-save),
+from values copied at the beginning.
 
-    <folder>/latest                       name of the newest checkpoint
-    <folder>/step-00000200/index.json     {"format", "meta": {step, counts, config}, "tensors": kind -> name -> boxes}
-    <folder>/step-00000200/rank-00003.safetensors
-
-Kinds: "weight" in the model's dtype; "master" in fp32 where it is kept apart; "exp_avg", "exp_avg_sq".
+Kinds of tensors: "weight" in the model's dtype; "master" in fp32 where it is kept apart; "exp_avg", "exp_avg_sq".
+Values in files are archive.py's, the index is in index.py, folders and names are in shelf.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import zlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron3d import shelf
+from megatron3d.archive import Piece, Want, Written, fill, rank_file, seal, write_pieces
 from megatron3d.comm import agree, gather_objects, gather_to_first
-from megatron3d.config import Config, JobError
-from megatron3d.config_io import from_dict, to_dict
-from megatron3d.layout import Box, Run, box_shape, intersect, relative, runs, volume
+from megatron3d.config import Config, ConfigError, JobError
+from megatron3d.index import COMPANIONS, Companions, Index, read_plain
+from megatron3d.layout import Bucket, box_shape, runs, volume
 from megatron3d.mesh import Axis, Mesh
 from megatron3d.optimizer import Optimizer, Span
-from megatron3d.params import ParamSpec, param_table
-from megatron3d.resume import FORMAT, Index, newest, read_index
+from megatron3d.resume import check_fallback
+from megatron3d.tensor_file import TYPES
 from megatron3d.weights import FlatWeights
 
 T = TypeVar("T")
-Stored = Mapping[str, Any]
-"""One box in the index: box, file, key, crc32."""
-
-
-# Saving ---------------------------------------------------------------------------------------------------------------
-
-
-def save(folder: str | Path, config: Config, counts: Mapping[str, Any], optimizer: Optimizer, mesh: Mesh) -> Path:
-    """Writes a checkpoint of `counts["step"]`; a collective call. Returns its folder.
-
-    It appears under its final name only when every rank's file is on the disk, and `latest` names it only after that.
-    Raises JobError on all ranks if any of them failed; `latest` then names the checkpoint it named before.
-    """
-    optimizer.weights.finish_gather()
-    root = Path(folder)
-    final = root / f"step-{counts['step']:08d}"
-    aside = root / f".{final.name}.partial"
-    _together("saving", lambda: _make_room(aside) if mesh.is_main else None, mesh.control)
-    entries = _together("saving", lambda: _write_rank(aside, optimizer, mesh), mesh.control)
-    everyones = [entry for rank in gather_to_first(entries, mesh.control) for entry in rank]
-    meta = {**counts, "adam_count": optimizer.count, "config": to_dict(config)}
-    _together("saving", lambda: _commit(root, aside, final, meta, everyones) if mesh.is_main else None, mesh.control)
-    return final
 
 
 def _together(doing: str, action: Callable[[], T], control: Axis) -> T:
@@ -75,213 +47,229 @@ def _together(doing: str, action: Callable[[], T], control: Axis) -> T:
     return results[0]
 
 
-def _make_room(aside: Path) -> None:
-    """An empty folder to write to; what interrupted saves have left behind goes."""
-    for left in aside.parent.glob(".step-*.partial"):
-        shutil.rmtree(left, ignore_errors=True)
-    aside.mkdir(parents=True)
+# Saving ---------------------------------------------------------------------------------------------------------------
 
 
-def _write_rank(folder: Path, optimizer: Optimizer, mesh: Mesh) -> list[dict[str, Any]]:
-    """Writes the boxes this rank owns to its file and returns their index entries."""
-    file = f"rank-{mesh.rank:05d}.safetensors"
-    tensors, entries = {}, []
-    for kind, run, element, box, values in _owned_boxes(optimizer):
-        key = f"{kind}/{run.part.spec.name}/{element}"
-        tensors[key] = values.detach().to("cpu", copy=True).contiguous()
-        entries.append(
-            {
-                "kind": kind,
-                "name": run.part.spec.name,
-                "dtype": str(values.dtype).removeprefix("torch."),
-                "box": [list(extent) for extent in box],
-                "file": file,
-                "key": key,
-                "crc32": _crc(tensors[key]),
-            }
-        )
-    save_file(tensors, str(folder / file))
-    _sync(folder / file)
-    return entries
+@dataclass(frozen=True)
+class State:
+    """What a run keeps beside its tensors."""
+
+    config: Config
+    counts: Mapping[str, Any]
+    """Step, consumed samples and the like."""
+    companions: Companions = field(default_factory=dict)
 
 
-def _owned_boxes(optimizer: Optimizer) -> Iterator[tuple[str, Run, int, Box, Tensor]]:
-    """(kind, run, first element, box, values) of everything this rank answers for."""
+class Save:
+    """One save of all ranks. To begin it and to commit it are collective calls; JobError on all ranks if any of them
+    failed: `latest` then names the checkpoint that it named before.
+
+    `behind`: this rank's file is written by a thread, from a copy, so that later steps change nothing of it.
+    """
+
+    def __init__(
+        self, folder: str | Path, state: State, optimizer: Optimizer, mesh: Mesh, *, behind: bool = False
+    ) -> None:
+        self.step: int = state.counts["step"]
+        self._state, self._mesh = state, mesh
+        self._counts = {**state.counts, "adam_count": optimizer.count}  # as they are now
+        self._doing = f"saving step {self.step}"
+        self._aside = shelf.aside(Path(folder), self.step)
+        self._written: list[Written] = []
+        self._problem: Exception | None = None
+        optimizer.weights.finish_gather()
+        _together(self._doing, lambda: shelf.make_room(self._aside) if mesh.is_main else None, mesh.control)
+        pieces = [_copied(piece) if behind else piece for piece in owned_pieces(optimizer)]
+        self._thread = threading.Thread(target=self._write, args=(pieces,), daemon=True, name="save")
+        self._thread.start()
+        if not behind:
+            self._thread.join()
+
+    def _write(self, pieces: list[Piece]) -> None:
+        try:
+            self._written = write_pieces(self._aside / rank_file(self._mesh.rank), pieces)
+        except Exception as error:  # told by commit, to all ranks
+            self._problem = error
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return not self._thread.is_alive()
+
+    def commit(self, keep_last: int = 0) -> Path:
+        """The checkpoint's folder, once it is whole and `latest` names it; `keep_last` > 0 removes older ones then."""
+        self._thread.join()
+        control = self._mesh.control
+        try:
+            _together(self._doing, self._result, control)
+            everyones = [entry for rank in gather_to_first(self._written, control) for entry in rank]
+            path = _together(self._doing, lambda: self._publish(everyones, keep_last), control)
+        except JobError:
+            if self._mesh.is_main:
+                shutil.rmtree(self._aside, ignore_errors=True)
+            raise
+        return path
+
+    def _result(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
+    def _publish(self, everyones: list[Written], keep_last: int) -> Path:
+        final = self._aside.parent / shelf.name_of(self.step)
+        if not self._mesh.is_main:
+            return final
+        seal(self._aside, final, self._state.config, self._counts, everyones, self._state.companions)
+        if keep_last:
+            shelf.keep_last(final, keep_last)
+        return final
+
+
+def owned_pieces(optimizer: Optimizer) -> Iterator[Piece]:
+    """Everything this rank answers for."""
     for buffer, span in zip(optimizer.weights.buckets, optimizer.spans, strict=True):
         for run in span.owned:
             for element, box in run.boxes():
-                yield "weight", run, element, box, _view(buffer, element, box)
-                for kind, tensor in _state(span).items():
-                    yield kind, run, element, box, _view(tensor, element - span.start, box)
+                for kind, tensor, first in [("weight", buffer, 0), *((k, t, span.start) for k, t in _state(span))]:
+                    values = tensor[element - first : element - first + volume(box)].detach().view(box_shape(box))
+                    yield Piece(kind, run.part.spec.name, box, values.dtype, values.cpu)
 
 
-def _state(span: Span) -> dict[str, Tensor]:
-    """The span's tensors besides the weights, by kind."""
-    found = {"exp_avg": span.exp_avg, "exp_avg_sq": span.exp_avg_sq}
+def _copied(piece: Piece) -> Piece:
+    values = piece.values().clone()
+    return Piece(piece.kind, piece.name, piece.box, piece.dtype, lambda: values)
+
+
+def _state(span: Span) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of the span's tensors besides the weights."""
     if span.master is not span.weight:
-        found["master"] = span.master
-    return {kind: tensor for kind, tensor in found.items() if tensor is not None}
-
-
-def _view(tensor: Tensor, start: int, box: Box) -> Tensor:
-    return tensor[start : start + volume(box)].view(box_shape(box))
-
-
-def _commit(root: Path, aside: Path, final: Path, meta: dict[str, Any], entries: list[dict[str, Any]]) -> None:
-    """Writes the index, then moves the folder and `latest` to their final names."""
-    specs = {spec.name: spec for spec in param_table(from_dict(meta["config"]).model)}
-    tensors = _tensor_index(entries, specs)
-    _write_synced(aside / "index.json", json.dumps({"format": FORMAT, "meta": meta, "tensors": tensors}, indent=1))
-    _sync(aside)
-    replaced = root / f".{final.name}.replaced"
-    shutil.rmtree(replaced, ignore_errors=True)  # a crash may have left one
-    if final.exists():
-        final.rename(replaced)
-    try:
-        aside.rename(final)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(final)
-        raise
-    _write_synced(root / "latest.tmp", final.name + "\n")
-    (root / "latest.tmp").replace(root / "latest")
-    _sync(root)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _tensor_index(entries: list[dict[str, Any]], specs: Mapping[str, ParamSpec]) -> dict[str, dict[str, Any]]:
-    """kind -> name -> shape, dtype and boxes; refuses a set that does not hold every value exactly once."""
-    tensors: dict[str, dict[str, Any]] = {}
-    for entry in entries:
-        spec = specs[entry["name"]]
-        tensor = tensors.setdefault(entry["kind"], {}).setdefault(
-            spec.name, {"shape": list(spec.shape), "dtype": entry["dtype"], "boxes": []}
-        )
-        tensor["boxes"].append({key: entry[key] for key in ("box", "file", "key", "crc32")})
-    for kind, named in tensors.items():
-        for name, spec in specs.items():
-            written = sum(volume(_box(stored)) for stored in named[name]["boxes"]) if name in named else 0
-            if written != spec.size:
-                raise RuntimeError(f"{written} of {spec.size} values of {kind} {name} were written")
-    return tensors
-
-
-def _box(stored: Stored) -> Box:
-    return tuple((start, stop) for start, stop in stored["box"])
-
-
-def _crc(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Forces a file, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield "master", span.master
+    if span.exp_avg is not None and span.exp_avg_sq is not None:
+        yield from (("exp_avg", span.exp_avg), ("exp_avg_sq", span.exp_avg_sq))
 
 
 # Loading --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Wanted:
-    """A box this rank needs, and the memory it goes to."""
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run's values came from."""
 
-    kind: str
-    name: str
-    box: Box
-    into: Tensor
-    missing: int
+    path: Path
+    meta: Mapping[str, Any]
+    companions: Companions
+    """On the main rank."""
+    bytes_read: int
+    """By this rank, of tensors."""
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with newer ones."""
 
 
-def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """Fills weights and optimizer state from a checkpoint of any layout; a collective call. Returns its meta.
+def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh, *, weights_only: bool = False) -> Loaded:
+    """Fills weights and optimizer state from a checkpoint of any layout; a collective call.
 
-    Raises JobError on all ranks if any of them found no checkpoint, a box damaged or a value missing.
+    The newest of a folder of several whose values are whole, too, if the newest of all could be a continuation of it.
+    `weights_only`: the moments and Adam's count stay as they are. Raises JobError on all ranks if any of them found no
+    checkpoint, or none that is whole and fits.
     """
-    found = _together("loading", lambda: str(newest(folder)) if mesh.is_main else "", mesh.control)
-    path = Path(gather_objects(found, mesh.control)[0])
-    index = _together("loading", lambda: read_index(path), mesh.control)
-    problem = _attempt_load(path, index, [*_wanted_weights(optimizer.weights, index), *_wanted_state(optimizer, index)])
-    agree(problem, mesh.control)
-    optimizer.count = index["meta"]["adam_count"]
-    meta: dict[str, Any] = index["meta"]
-    return meta
+    damaged: dict[Path, str] = {}
+    newest = found = _find(folder, damaged, mesh)
+    while True:
+        wants = wanted(optimizer, found.index)
+        if weights_only:
+            wants = [want for want in wants if want.kind in ("weight", "master")]
+        read = _together("loading", lambda found=found, wants=wants: _fill(found, wants), mesh.control)  # type: ignore[misc]
+        fault = next((f"rank {r}: {e}" for r, e in enumerate(gather_objects(read.fault, mesh.control)) if e), "")
+        if not fault:
+            break
+        damaged[found.path] = fault
+        found = _find(folder, damaged, mesh)
+        _together("loading", lambda found=found: _check_fallback(newest, found, damaged, weights_only), mesh.control)  # type: ignore[misc]
+    if not weights_only:
+        optimizer.count = found.index.meta["adam_count"]
+    companions = _together("loading", lambda: read_companions(found) if mesh.is_main else {}, mesh.control)
+    return Loaded(found.path, found.index.meta, companions, read.size, (*damaged.values(), *found.passed_over))
 
 
-def load_weights(folder: str | Path, weights: FlatWeights) -> dict[str, Any]:
-    """Fills weights alone, for inference; returns the checkpoint's meta. Raises JobError for a damaged one."""
-    path = newest(folder)
-    index = read_index(path)
-    problem = _attempt_load(path, index, list(_wanted_weights(weights, index)))
-    if problem is not None:
-        raise JobError(problem)
-    meta: dict[str, Any] = index["meta"]
-    return meta
+def _find(folder: str | Path, damaged: Mapping[Path, str], mesh: Mesh) -> shelf.Found:
+    """The newest whole checkpoint but those that are known to be damaged; if there is none, their faults are told."""
+
+    def find() -> shelf.Found:
+        try:
+            return shelf.find(folder, damaged)
+        except ConfigError:
+            if damaged:
+                raise ConfigError(" ".join(damaged.values())) from None
+            raise
+
+    seen = _together("loading", lambda: find() if mesh.is_main else None, mesh.control)
+    found: shelf.Found = gather_objects(seen, mesh.control)[0]  # a shared disk may show others something else
+    return found
 
 
-def _wanted_weights(weights: FlatWeights, index: Index) -> Iterator[_Wanted]:
-    """All weights; from the masters if those are stored and this run's dtype can hold them."""
+def _check_fallback(meant: shelf.Found, found: shelf.Found, damaged: Mapping[Path, str], weights_only: bool) -> None:
+    """ConfigError with what is wrong with either, unless one checkpoint can take the place of another."""
+    try:
+        check_fallback(meant, found, weights_only=weights_only)
+    except ConfigError as error:
+        faults = "; ".join(damaged.values())
+        raise ConfigError(f"{faults}; and {found.path} cannot take the place of {meant.path.name}: {error}") from None
+
+
+class _Filled(NamedTuple):
+    size: int
+    """Bytes read."""
+    fault: str
+    """What of it is damaged; empty if all is well."""
+
+
+def _fill(found: shelf.Found, wants: list[Want]) -> _Filled:
+    """Damage leaves older checkpoints to be tried; that a file cannot be read does not: it may be there later."""
+    try:
+        return _Filled(fill(found.path, found.index, wants), "")
+    except ValueError as error:
+        return _Filled(0, f"loading failed: {error}")
+
+
+def load_weights(folder: str | Path, weights: FlatWeights) -> Mapping[str, Any]:
+    """Fills weights alone, for inference; returns the checkpoint's meta. Raises ConfigError where there is none, and
+    JobError for a damaged one."""
+    found = shelf.find(folder)
+    try:
+        fill(found.path, found.index, _wanted_weights(weights, found.index))
+    except (OSError, ValueError) as error:
+        raise JobError(f"loading failed: {error}") from error
+    return found.index.meta
+
+
+def read_companions(found: shelf.Found) -> Companions:
+    """The files that a checkpoint keeps beside its tensors."""
+    return {name: read_plain(found.path / COMPANIONS / name) for name in found.index.companions}
+
+
+def wanted(optimizer: Optimizer, index: Index) -> list[Want]:
+    """Everything this rank holds: all weights of its stage, masters and moments of its spans."""
+    return [*_wanted_weights(optimizer.weights, index), *_wanted_state(optimizer, index)]
+
+
+def _wanted_weights(weights: FlatWeights, index: Index) -> Iterator[Want]:
+    """All weights; where this run's dtype is not theirs, from the masters, if those are stored."""
+    rounded = {TYPES[tensor.dtype] for tensor in index.tensors["weight"].values()}
     for bucket, buffer in zip(weights.layout.buckets, weights.buckets, strict=True):
-        exact = "master" in index["tensors"] and buffer.dtype in (torch.float32, torch.float64)
-        yield from _wanted("master" if exact else "weight", runs(bucket, 0, bucket.size), buffer, 0)
+        exact = "master" in index.tensors and rounded != {buffer.dtype}
+        yield from _wanted("master" if exact else "weight", bucket, buffer, 0)
 
 
-def _wanted_state(optimizer: Optimizer, index: Index) -> Iterator[_Wanted]:
+def _wanted_state(optimizer: Optimizer, index: Index) -> Iterator[Want]:
     """Masters (from the weights if none are stored) and moments of this rank's spans."""
     for bucket, span in zip(optimizer.weights.layout.buckets, optimizer.spans, strict=True):
-        for kind, tensor in _state(span).items():
-            stored = "weight" if kind == "master" and kind not in index["tensors"] else kind
-            yield from _wanted(stored, runs(bucket, span.start, span.start + len(tensor)), tensor, span.start)
+        for kind, tensor in _state(span):
+            stored = "weight" if kind == "master" and kind not in index.tensors else kind
+            yield from _wanted(stored, bucket, tensor, span.start)
 
 
-def _wanted(kind: str, found: list[Run], tensor: Tensor, first: int) -> Iterator[_Wanted]:
-    for run in found:
+def _wanted(kind: str, bucket: Bucket, tensor: Tensor, first: int) -> Iterator[Want]:
+    """The real values of elements [first, first + length) of a bucket, which `tensor` holds."""
+    for run in runs(bucket, first, first + len(tensor)):
         for element, box in run.boxes():
-            yield _Wanted(kind, run.part.spec.name, box, _view(tensor, element - first, box), volume(box))
-
-
-def _attempt_load(path: Path, index: Index, wanted: list[_Wanted]) -> str | None:
-    """Copies every stored box that meets a wanted one; says what is damaged or missing."""
-    by_tensor: dict[tuple[str, str], list[_Wanted]] = {}
-    for want in wanted:
-        by_tensor.setdefault((want.kind, want.name), []).append(want)
-    by_file: dict[str, list[tuple[Stored, list[_Wanted]]]] = {}
-    reading = path / "index.json"
-    try:
-        for (kind, name), wants in by_tensor.items():
-            for stored in index["tensors"].get(kind, {}).get(name, {"boxes": []})["boxes"]:
-                if any(intersect(_box(stored), want.box) for want in wants):
-                    by_file.setdefault(stored["file"], []).append((stored, wants))
-        for file, found in by_file.items():
-            reading = path / file
-            _copy_from(reading, found)
-    except Exception as error:
-        return f"loading {reading} failed: {type(error).__name__}: {error}"
-    missing = sorted({f"{want.kind} of {want.name}" for want in wanted if want.missing})
-    if missing:
-        return f"{path} lacks values of {len(missing)} tensors: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}"
-    return None
-
-
-def _copy_from(path: Path, found: list[tuple[Stored, list[_Wanted]]]) -> None:
-    """Copies stored boxes of one file to where they are wanted, each read once and checked."""
-    with safe_open(str(path), framework="pt") as file:
-        for stored, wants in found:
-            box = _box(stored)
-            values: Tensor = file.get_tensor(stored["key"])
-            if tuple(values.shape) != box_shape(box) or _crc(values) != stored["crc32"]:
-                raise ValueError(f"{stored['key']} is damaged: its checksum or shape differs from the index")
-            for want in wants:
-                common = intersect(box, want.box)
-                if common is not None:
-                    want.into[relative(common, want.box)] = values[relative(common, box)].to(want.into)
-                    want.missing -= volume(common)
+            into = tensor[element - first : element - first + volume(box)].view(box_shape(box))
+            yield Want(kind, run.part.spec.name, box, into)

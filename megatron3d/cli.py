@@ -23,7 +23,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from megatron3d.config import Config, ConfigError, RopeScaling
 from megatron3d.config_io import load_toml, to_toml
-from megatron3d.launch import Launch
+from megatron3d.launch import Launch, shared_mistakes
 from megatron3d.megatron_names import ALIASES, IMPLIED, translate
 from megatron3d.params import num_parameters, param_table
 from megatron3d.validate import check_can_train, resolve
@@ -79,7 +79,8 @@ def parse_tool(cls: type[T], argv: Sequence[str], description: str) -> T:
     Positional words are fields annotated with `tyro.conf.Positional`. Raises ConfigError; `--help` leaves with
     SystemExit(0).
     """
-    return _run_tyro(cls, argv, description=description)
+    with shared_mistakes():
+        return _run_tyro(cls, argv, description=description)
 
 
 def _copy(cls: type[C], config: Config) -> C:

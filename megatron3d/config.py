@@ -28,9 +28,16 @@ WandbMode = Literal["auto", "online", "offline"]
 class ConfigError(ValueError):
     """A mistake of the user's: the message says what is wrong, the numbers, and a legal choice."""
 
+    shared: bool = False
+    """Whether every process of this machine is sure to find it too (set by launch.shared_mistakes)."""
+
 
 class JobError(RuntimeError):
     """What ends a running job and is known to all its ranks: one of them tells it, in one paragraph."""
+
+
+class FolderTaken(JobError):
+    """Another run saves into the same folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,8 @@ class ParallelConfig:
     sp: bool | None = None
     """Sequence parallelism: split norms and residuals over tp along the sequence; default: on when tp > 1."""
     stage_layers: tuple[int, ...] = ()
-    """Layers per stage, e.g. 3,1; default: as even as possible, earlier stages first."""
+    """Layers per stage, e.g. 3,1; default: by weight, so that the slowest stage is as fast as possible; the output
+    head counts as the layers that it weighs, and may have the last stage for itself."""
     schedule: Schedule = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     zero: Literal[0, 1] = 1
@@ -166,7 +174,7 @@ class DataConfig:
     split: str = "969,30,1"
     """Shares of the documents for training, validation and test."""
     tokenizer: str = ""
-    """A SentencePiece model file, or `byte`."""
+    """A SentencePiece model file, a tokenizer.json of Hugging Face's, or `byte`."""
     mock_data: bool = False
     """Train on generated sequences; needs no files."""
 
@@ -183,6 +191,14 @@ class CheckpointConfig:
     """Steps between checkpoints; 0: at the end only."""
     auto_resume: bool = False
     """Go on from the newest checkpoint in --save if there is one, else begin: for jobs that are restarted."""
+    load_weights_only: bool = False
+    """Begin a new run with the weights of --load: step 0, no moments, the data from its beginning."""
+    override_schedule: bool = False
+    """Go on from --load with another learning rate, schedule, batch size or number of steps than the saved run had."""
+    keep_last: int = 0
+    """Checkpoints that stay in --save; older ones go once a new one is whole. 0: all."""
+    async_save: bool = False
+    """Write checkpoints behind the following steps, from a copy that takes as much CPU memory as this rank's share."""
 
 
 @dataclass(frozen=True, kw_only=True)

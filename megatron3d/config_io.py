@@ -65,9 +65,11 @@ def to_dict(config: Config) -> dict[str, Any]:
     )
 
 
-def to_toml(config: Config) -> str:
-    """TOML text with every setting; `from_toml` gives an equal config back. Settings that are None are left out."""
-    return "\n".join(line for section, table in to_dict(config).items() for line in _write_table(section, table))
+def to_toml(config: Config, *sections: str) -> str:
+    """TOML text with every setting, or those of some sections; `from_toml` gives an equal config back. Settings that
+    are None are left out."""
+    tables = to_dict(config)
+    return "\n".join(line for section in sections or tables for line in _write_table(section, tables[section]))
 
 
 def _read_table(cls: type[T], old: T | None, table: object, source: str, path: tuple[str, ...]) -> T:

@@ -16,17 +16,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron3d.config import ConfigError, DataConfig, ModelConfig
 from megatron3d.indexed import CHUNK, IndexedDataset
-from megatron3d.rng import key64
+from megatron3d.keys import key64
 from megatron3d.tokenizer import load_tokenizer
 from megatron3d.validate import split_shares
+
+if TYPE_CHECKING:
+    import torch
 
 Ids = NDArray[np.int64]
 
@@ -274,6 +276,8 @@ def num_eval_batches(size: int, global_batch_size: int, eval_steps: int) -> int:
 
 def load_microbatch(dataset: Dataset, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, labels) of `size` consecutive samples, sequence first: contiguous int64, (S, B) each."""
+    import torch  # late: whether the files are fit for the run is known without it
+
     samples = [dataset.sample(index) for index in range(first, first + size)]
     tokens, labels = (torch.from_numpy(np.stack(rows, axis=1)) for rows in zip(*samples, strict=True))
     return tokens, labels

@@ -34,7 +34,7 @@ class Recipe:
     """What is done to each document."""
 
     tokenizer: str
-    """`byte` or a SentencePiece .model file."""
+    """`byte`, a SentencePiece .model file, or a tokenizer.json of Hugging Face's."""
     json_key: str
     """Where the text of a JSON line is."""
     append_eod: bool

@@ -12,16 +12,32 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron3d import crashes
-from megatron3d.comm import PeerError
-from megatron3d.config import Config, ConfigError, JobError
-from megatron3d.flight import FAILED, flight_file, watchdog
+from megatron3d.config import Config, ConfigError, FolderTaken, JobError
+from megatron3d.flight import FAILED, PeerError, flight_file, watchdog
 from megatron3d.launch import Launch, leave
 from megatron3d.mesh import Mesh, RollCall
+
+FAREWELL_SECONDS = 30.0
+"""All that a failing rank may take to tell the others: the host of the store may stand still, too."""
+
+
+@contextlib.contextmanager
+def meeting(launch: Launch) -> Iterator[None]:
+    """Around the making of the mesh: a peer that dies or cannot be reached meanwhile ends this process too, with exit
+    code 1, after one word of what was missed. There is no step yet, and nobody to wait for."""
+    try:
+        yield
+    except RuntimeError as error:  # PeerError, or what torch.distributed raises while ranks connect
+        what = str(error).partition("Exception raised from")[0].strip()  # there the addresses of C++ functions begin
+        line = f"rank {launch.rank} failed while the process groups were made: {what}\n"
+        print(line, end="", file=sys.stderr, flush=True)
+        leave(FAILED)
 
 
 @contextlib.contextmanager
@@ -29,49 +45,102 @@ def told(config: Config, mesh: Mesh, launch: Launch) -> Iterator[None]:
     """Around a run: any exception but those of launch.user_errors ends this process, with exit code 1, after it has
     been told. A message that never ends does too (flight.watchdog)."""
     folder, timeout = config.log.log_dir, config.parallel.timeout_seconds
+    lost = _connection_lost(mesh)
+
+    def note(roll: RollCall) -> None:
+        if config.checkpoint.save and roll.is_first("noting"):  # one failure, one note
+            crashes.note(Path(config.checkpoint.save), mesh.recorder.step)
+
+    def farewell(*, alone: bool = True) -> None:
+        _end_within(FAREWELL_SECONDS)
+        _hang_up(mesh)
+        roll = RollCall(launch, mesh)
+        roll.answer()
+        if not alone or _call_the_roll(roll, mesh):  # whoever has died without a word has failed here, too
+            note(roll)
+
     try:
-        with watchdog(mesh.recorder, rank=mesh.rank, timeout=timeout, folder=folder):
-            yield
-    except (ConfigError, JobError):
+        with watchdog(mesh.recorder, rank=mesh.rank, timeout=timeout, folder=folder, lost=lost, farewell=farewell):
+            try:
+                yield
+            except Exception:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends everyone once one has gone: not before
+                raise  # a word, be it the watchdog's
+    except ConfigError:
+        raise
+    except JobError as error:
+        counts = config.checkpoint.save and not isinstance(error, FolderTaken)
+        if counts and mesh.is_main:  # all ranks know of it: one failure, one note
+            crashes.note(Path(config.checkpoint.save), mesh.recorder.step)
         raise
     except Exception as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends everyone once one has gone: not before a word
         _tell(error, mesh)
         if folder:
             with contextlib.suppress(OSError):
                 mesh.recorder.dump(flight_file(folder, mesh.rank))
-        _hang_up()
-        if not isinstance(error, PeerError) and config.checkpoint.save:
-            crashes.note(Path(config.checkpoint.save), mesh.recorder.step)
-        if launch.from_torchrun and mesh.grid.size > 1:
-            _call_the_roll(RollCall(launch, mesh), mesh, alone=isinstance(error, PeerError))
+        farewell(alone=isinstance(error, PeerError))
         leave(FAILED)
+
+
+def _end_within(seconds: float) -> None:
+    """Ends this process then, whatever it is stuck in."""
+    timer = threading.Timer(seconds, os._exit, [FAILED])
+    timer.daemon = True
+    timer.start()
 
 
 def _tell(error: Exception, mesh: Mesh) -> None:
     """The traceback where the failure began; one line where it is only felt."""
-    if not isinstance(error, PeerError):
-        traceback.print_exc()
+    trace = "" if isinstance(error, PeerError) else traceback.format_exc()
     where = f"stage {mesh.pp.rank}, data-parallel {mesh.dp.rank}, tensor-parallel {mesh.tp.rank}"
     what = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
-    print(f"rank {mesh.rank} ({where}) failed at step {mesh.recorder.step}: {what}", file=sys.stderr, flush=True)
+    line = f"rank {mesh.rank} ({where}) failed at step {mesh.recorder.step}: {what}\n"
+    print(trace + line, end="", file=sys.stderr, flush=True)  # at once, or the words of several ranks mingle
 
 
-def _hang_up() -> None:
-    """Ends this process's connections, where the system lists them, while the process itself has yet to say a word."""
+def _hang_up(mesh: Mesh) -> None:
+    """Ends this process's connections while the process itself has yet to say a word."""
+    for axis in (mesh.tp, mesh.dp):
+        if axis.board is not None:
+            axis.board.leave()
+    for connection, _ in _connections():
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connection_lost(mesh: Mesh) -> Callable[[], bool]:
+    """A test of whether any of the connections that there are now has gone.
+
+    When a connection breaks, gloo forgets to end the send or receive that was half-way through it (of what it is
+    writing, its Pair::signalException looks at one kind of buffer alone). NCCL opens and closes connections of its own,
+    and has a watchdog of its own: the answer is no.
+    """
+    present = {ends for _, ends in _connections()} if mesh.device.type == "cpu" else set()
+
+    def lost() -> bool:
+        with contextlib.suppress(OSError):  # there may be too many open files to list them
+            return bool(present) and not present <= {ends for _, ends in _connections()}
+        return False
+
+    return lost
+
+
+def _connections() -> Iterator[tuple[socket.socket, tuple[object, object]]]:
+    """This process's connections over the network and their two addresses, where the system lists them."""
     folder = Path("/proc/self/fd")
     for entry in list(folder.iterdir()) if folder.is_dir() else []:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            connection = socket.socket(fileno=int(entry.name))  # fails for what is none
+            stack.callback(connection.detach)  # it is not ours to close
             if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.getpeername()  # fails for one that listens: the back-end aborts when that goes
-                connection.shutdown(socket.SHUT_RDWR)
+                peer = connection.getpeername()  # fails for one that listens: the back-end aborts when that goes
+                yield connection, (connection.getsockname(), peer)
 
 
-def _call_the_roll(roll: RollCall, mesh: Mesh, *, alone: bool) -> None:
-    roll.answer()
-    if not alone or not roll.is_first():
-        return
-    absent = roll.absent()
+def _call_the_roll(roll: RollCall, mesh: Mesh) -> bool:
+    """Asks for the others, unless another rank does; whether some of them were absent."""
+    absent = roll.absent() if roll.is_first("calling") else []
     if absent:
         ranks = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
         print(f"no word from {ranks}: absent at step {mesh.recorder.step}", file=sys.stderr, flush=True)
+    return bool(absent)

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 KEPT = 64  # messages a rank remembers
 FAILED = 1  # exit code of a rank that ends itself
 GRACE_SECONDS = 10.0  # after its time-out the back-end may still speak for itself
+LOST_SECONDS = 5.0  # and so it may after a connection has gone
+WATCH_SECONDS = 1.0  # between two looks of the watchdog, at most
+SPOKEN_SECONDS = LOST_SECONDS + 2 * WATCH_SECONDS
+"""After a failure, by then every rank that can still speak has done so, even one that waits for the watchdog."""
+
+
+class PeerError(RuntimeError):
+    """Another rank did not answer: it has died, left, or stands still beyond the time-out."""
 
 
 @dataclass
@@ -59,6 +68,14 @@ class FlightRecorder:
         self._messages.append(message)
         return message
 
+    @contextlib.contextmanager
+    def waiting(self, operation: str, axis: str, peers: tuple[int, ...]) -> Iterator[None]:
+        """Enters a message that the caller waits for inside. Raises PeerError if a peer does not answer."""
+        message = self.begin(operation, axis, peers, 0)
+        with answering(message, peers):
+            yield
+        message.ended = time.time()
+
     def open(self) -> list[Message]:
         """Messages that have not ended, oldest first."""
         return [message for message in list(self._messages) if message.ended is None]
@@ -67,8 +84,19 @@ class FlightRecorder:
         """Writes all messages as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(path.name + ".tmp")
-        aside.write_text(json.dumps([asdict(message) for message in self._messages], indent=1) + "\n")
+        aside.write_text(json.dumps([asdict(message) for message in list(self._messages)], indent=1) + "\n")
         aside.replace(path)
+
+
+@contextlib.contextmanager
+def answering(message: Message | None, peers: Sequence[int]) -> Iterator[None]:
+    """Turns the back-end's words about a lost connection into whom this rank was waiting for, in what."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = str(error).strip().splitlines()[0]
+        reason = words.split(".cc:")[-1].partition("] ")[2].partition(". ")[0] or words
+        raise PeerError(f"no answer from rank {', '.join(map(str, peers))}; {message}; {reason}") from error
 
 
 def flight_file(folder: str, rank: int) -> Path:
@@ -77,16 +105,32 @@ def flight_file(folder: str, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def watchdog(recorder: FlightRecorder, *, rank: int, timeout: float, folder: str) -> Iterator[None]:
-    """While inside, a thread ends this process once a message has been waited for `timeout` seconds and some grace."""
+def watchdog(
+    recorder: FlightRecorder,
+    *,
+    rank: int,
+    timeout: float,
+    folder: str,
+    lost: Callable[[], bool],
+    farewell: Callable[[], object],
+    grace: float = GRACE_SECONDS,
+) -> Iterator[None]:
+    """While inside, a thread ends this process once a message has been waited for `timeout` seconds and some grace, or
+    LOST_SECONDS in spite of a `lost` connection. `farewell` is called before the end.
+    """
     done = threading.Event()
-    limit = timeout + GRACE_SECONDS
+    limit = timeout + grace
 
     def watch() -> None:
-        while not done.wait(min(1.0, limit / 10)):
-            stuck = [message for message in recorder.open() if time.time() - message.began > limit]
-            if stuck:
-                _give_up(recorder, stuck[0], rank, folder)
+        since = math.inf  # when a connection was first seen to be lost
+        while not done.wait(min(WATCH_SECONDS, limit / 10)):
+            waiting, now = recorder.open(), time.time()
+            since = min(since, now) if waiting and lost() else math.inf
+            for message in waiting[:1]:
+                if now - message.began > limit:
+                    _give_up(recorder, f"no end after the time-out: {message}", rank, folder, farewell)
+                if now - max(message.began, since) > LOST_SECONDS:
+                    _give_up(recorder, f"no end after a connection was lost: {message}", rank, folder, farewell)
 
     thread = threading.Thread(target=watch, daemon=True, name="watchdog")
     thread.start()
@@ -97,8 +141,11 @@ def watchdog(recorder: FlightRecorder, *, rank: int, timeout: float, folder: str
         thread.join()
 
 
-def _give_up(recorder: FlightRecorder, stuck: Message, rank: int, folder: str) -> None:
-    print(f"rank {rank}: no end after the time-out: {stuck}", file=sys.stderr, flush=True)
-    if folder:
-        recorder.dump(flight_file(folder, rank))
-    os._exit(FAILED)  # a stuck main thread cannot be asked to leave
+def _give_up(recorder: FlightRecorder, why: str, rank: int, folder: str, farewell: Callable[[], object]) -> None:
+    try:
+        print(f"rank {rank}: {why}", file=sys.stderr, flush=True)
+        if folder:
+            recorder.dump(flight_file(folder, rank))
+        farewell()
+    finally:  # whatever else is broken
+        os._exit(FAILED)  # a stuck main thread cannot be asked to leave

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from megatron3d.comm import Pending, all_reduce, exchange, start_all_gather, start_reduce_scatter
 from megatron3d.layout import FlatLayout, LocalTensor, merge, runs
 from megatron3d.mesh import Axis
-from megatron3d.params import ParamSpec
 
 
 class _Slot:
@@ -65,6 +64,11 @@ class FlatGrads:
                 _bind(stage, slot.tensor, _Slot(view, partial(self._count, i)))
                 if len(slot.tensor.parts[0].spec.sites) > 1:
                     self._shared = view
+        self._partial = [
+            buffer[start:stop]
+            for bucket, buffer in zip(layout.buckets, self.buckets, strict=True)
+            for start, stop in merge(runs(bucket, 0, bucket.size), keep=lambda spec: tp.size > 1 and bool(spec.partial))
+        ]
         self._tied_use = self._second_use(stage, layout.tied_use, dtype, device)
 
     def _second_use(
@@ -124,13 +128,10 @@ class FlatGrads:
 
     def _sum_partial(self) -> None:
         """Adds up over tp what each rank computed only a part of, all in one message."""
-        for bucket, buffer in zip(self.layout.buckets, self.buckets, strict=True):
-            ranges = merge(runs(bucket, 0, bucket.size), keep=_is_partial)
-            if self.tp.size == 1 or not ranges:
-                continue
-            total = all_reduce(torch.cat([buffer[start:stop] for start, stop in ranges]), self.tp)
-            for (start, stop), part in zip(ranges, total.split([b - a for a, b in ranges]), strict=True):
-                buffer[start:stop] = part
+        if self._partial:
+            total = all_reduce(torch.cat(self._partial), self.tp)
+            for view, part in zip(self._partial, total.split([len(view) for view in self._partial]), strict=True):
+                view.copy_(part)
 
     def _sum_tied(self) -> None:
         """Embedding use + head use; on two stages both compute the same sum, in IEEE arithmetic to the last bit."""
@@ -140,10 +141,6 @@ class FlatGrads:
             self._shared += self._tied_use
         elif self.tied_peer is not None:
             self._shared += exchange(self._shared, self.pp, self.tied_peer)
-
-
-def _is_partial(spec: ParamSpec) -> bool:
-    return bool(spec.partial)
 
 
 def _bind(stage: nn.Module, tensor: LocalTensor, slot: _Slot) -> None:

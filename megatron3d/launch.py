@@ -12,16 +12,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron3d.config import ConfigError, JobError
+from megatron3d.words import paragraph
 
 TORCHRUN_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 SLURM_RANKS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-FIRST_LINGERS, OTHERS_LINGER = 1.0, 5.0  # seconds between an error and the exit of a rank
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+RANKS = ("RANK", "SLURM_PROCID", *LOCAL_RANKS)  # who one is, from the surest to the least sure
+FIRST_LINGERS, OTHERS_LINGER = 2.0, 5.0  # seconds between an error and the exit of a rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +61,24 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     """The place of a process in its job, from torchrun's variables, else from srun's, else a single process.
 
     srun's are believed only where MASTER_ADDR and MASTER_PORT are set too: the shell of an allocation has SLURM_NTASKS
-    without being one of the tasks. Raises ConfigError where variables are missing, no integers, or out of range.
+    without being one of the tasks. Raises ConfigError where variables are missing, no integers, or contradict another.
     """
-    if any(env.get(name) for name in TORCHRUN_RANKS):
-        rank, world_size, local_rank, local_world_size = (_integer(env, name) for name in TORCHRUN_RANKS)
-    elif all(env.get(name) for name in SLURM_RANKS + RENDEZVOUS):
-        rank, world_size, local_rank = (_integer(env, name) for name in SLURM_RANKS)
-        nodes = _integer(env, "SLURM_NNODES") if env.get("SLURM_NNODES") else 1
-        local_world_size = -(-world_size // max(nodes, 1))
-    else:
-        return Launch()
+    with shared_mistakes():
+        if any(env.get(name) for name in TORCHRUN_RANKS):
+            rank, world_size, local_rank, local_world_size = (_integer(env, name) for name in TORCHRUN_RANKS)
+        elif all(env.get(name) for name in SLURM_RANKS + RENDEZVOUS):
+            rank, world_size, local_rank = (_integer(env, name) for name in SLURM_RANKS)
+            nodes = _integer(env, "SLURM_NNODES") if env.get("SLURM_NNODES") else 1
+            local_world_size = -(-world_size // max(nodes, 1))
+        else:
+            return Launch()
+        if not 1 <= local_world_size <= world_size:
+            raise ConfigError(
+                f"The launcher's variables say that {local_world_size} processes run on this node (LOCAL_WORLD_SIZE) "
+                f"of {world_size} in all (WORLD_SIZE). Neither can be less than 1, nor the first more than the second."
+            )
+        address, port = _text(env, "MASTER_ADDR"), _integer(env, "MASTER_PORT")
+        attempt = _integer(env, RESTARTS) if env.get(RESTARTS) else 0
     for name, index, size in (("rank", rank, world_size), ("local rank", local_rank, local_world_size)):
         if not 0 <= index < size:
             raise ConfigError(
@@ -78,12 +90,22 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        master_addr=_text(env, "MASTER_ADDR"),
-        master_port=_integer(env, "MASTER_PORT"),
-        attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        master_addr=address,
+        master_port=port,
+        attempt=attempt,
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         from_torchrun=True,
     )
+
+
+@contextlib.contextmanager
+def shared_mistakes() -> Iterator[None]:
+    """Around what all processes of a machine judge alike, since they have the same words, variables and files."""
+    try:
+        yield
+    except ConfigError as error:
+        error.shared = True
+        raise
 
 
 @contextlib.contextmanager
@@ -93,21 +115,37 @@ def user_errors() -> Iterator[None]:
 
     A launcher kills the other ranks as soon as one has failed. So those that have nothing to say wait for the first
     one, and take the kill for their sign to leave; and that one gives the others the time to get so far. If nobody has
-    come to kill them, the mistake is theirs alone (a file that this node lacks), and they tell it themselves.
+    come to kill them, either there is no launcher, or the first one has no such mistake. What it is sure to have told
+    (`_is_told_by_another`) is not told again; else the mistake may be theirs alone (a file that this machine lacks),
+    and they tell it themselves.
     """
     try:
         yield
     except (ConfigError, JobError) as error:
         code = 2 if isinstance(error, ConfigError) else 1
-        rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-        if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        rank, told = _first_index(RANKS), paragraph(str(error))
+        if not rank:
+            print(f"error: {told}", file=sys.stderr, flush=True)
         if any(os.environ.get(name) for name in (*TORCHRUN_RANKS, *SLURM_RANKS)):
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
-            time.sleep(FIRST_LINGERS if rank == "0" else OTHERS_LINGER)
-        if rank != "0":
-            print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+            time.sleep(OTHERS_LINGER if rank else FIRST_LINGERS)
+        if rank and not _is_told_by_another(error):
+            print(f"error on rank {rank}: {told}", file=sys.stderr, flush=True)
         sys.exit(code)
+
+
+def _is_told_by_another(error: ConfigError | JobError) -> bool:
+    """Of a rank that is not the job's first: a JobError is known to all, a shared mistake to all of this machine."""
+    return isinstance(error, JobError) or (error.shared and _first_index(LOCAL_RANKS) != 0)
+
+
+def _first_index(names: Sequence[str]) -> int | None:
+    """The first of these variables that has an index, in an environment that may be the mistake."""
+    for name in names:
+        with contextlib.suppress(ValueError):
+            if (index := int(os.environ.get(name, ""))) >= 0:
+                return index
+    return None
 
 
 def leave(code: int) -> NoReturn:

@@ -345,24 +345,24 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, first_id: int, num_valid: int) -> Tensor:
-        stats = kernels.cross_entropy_stats(logits, labels, first_id, num_valid)
-        loss, lse = kernels.cross_entropy_merge(all_gather(stats.unsqueeze(0), axis), labels)
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.first_id, ctx.num_valid = first_id, num_valid
+        probabilities, stats = kernels.cross_entropy_local(logits, labels, first_id, num_valid)
+        loss, share = kernels.cross_entropy_merge(all_gather(stats.unsqueeze(0), axis), labels, axis.rank)
+        ctx.save_for_backward(probabilities, labels, share)
+        ctx.first_id, ctx.num_valid, ctx.dtype = first_id, num_valid, logits.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, lse = ctx.saved_tensors
-        dlogits = kernels.cross_entropy_backward(logits, labels, ctx.first_id, ctx.num_valid, lse, dloss)
-        return dlogits, None, None, None, None
+        probabilities, labels, share = ctx.saved_tensors
+        dlogits = kernels.cross_entropy_backward(probabilities, labels, ctx.first_id, ctx.num_valid, share, dloss)
+        return dlogits.to(ctx.dtype), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int) -> Tensor:
     """Loss per token from logits (S, B, V) of this rank's shard; (S, B), in at least fp32.
 
     Labels (S, B) are global ids; a negative one is outside the loss: its loss and gradient are 0. Ids at and beyond
-    `vocab_size` are padding and outside the softmax. The backward pass overwrites the logits.
+    `vocab_size` are padding and outside the softmax. The logits are overwritten.
     """
     local = logits.shape[-1]
     first_id = axis.rank * local

@@ -40,6 +40,8 @@ ALIASES = {
     "--adam-eps": "--eps",
     "--eval-iters": "--eval-steps",
     "--tokenizer-model": "--tokenizer",
+    "--override-opt-param-scheduler": "--override-schedule",
+    "--finetune": "--load-weights-only",
     "--bf16": "--dtype bf16",
     "--deterministic-mode": "--deterministic",
 }

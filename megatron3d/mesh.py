@@ -8,9 +8,10 @@ given. The collectives themselves are in comm.py.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from megatron3d.board import Board
 from megatron3d.config import ConfigError, ParallelConfig
-from megatron3d.flight import FlightRecorder
+from megatron3d.flight import SPOKEN_SECONDS, FlightRecorder
 from megatron3d.grid import Grid
 from megatron3d.launch import Launch
 
-ROLL_CALL = timedelta(seconds=5)
+ROLL_CALL = timedelta(seconds=SPOKEN_SECONDS + 1)
 """How long the first rank to fail waits for a word from the others."""
 
 
@@ -43,6 +45,13 @@ class Axis:
     """Sums run in rank order, so that their bits depend on the values alone; False leaves the order to the back-end."""
     recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
     """Where messages over this axis are entered; one for all axes of a mesh."""
+    board: Board | None = field(default=None, compare=False, repr=False)
+    """Memory that the members share, where all of them are CPU processes of one machine."""
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """World ranks of the other members."""
+        return tuple(rank for rank in self.ranks if rank != self.ranks[self.rank])
 
 
 @dataclass(frozen=True)
@@ -107,13 +116,16 @@ class Mesh:
         def axis(name: str, along: Sequence[str], on: str = backend) -> Axis:
             return _axis(name, grid.groups(*along), launch.rank, on, timeout, ordered, recorder)
 
+        def with_board(axis: Axis) -> Axis:
+            return replace(axis, board=_share_memory(axis, timeout)) if device.type == "cpu" else axis
+
         everyone = ("pp", "dp", "tp")
         return Mesh(
             grid,
             launch.rank,
             device,
-            tp=axis("tp", ["tp"]),
-            dp=axis("dp", ["dp"]),
+            tp=with_board(axis("tp", ["tp"])),
+            dp=with_board(axis("dp", ["dp"])),
             pp=axis("pp", ["pp"]),
             pp_back=axis("pp_back", ["pp"]),
             world=axis("world", everyone),
@@ -136,11 +148,15 @@ class Mesh:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
 
-    def close(self) -> None:
-        """Meets all ranks, so that none leaves while another still needs it; then destroys this mesh's groups, and
-        torch.distributed if this mesh began it."""
+    def meet(self) -> None:
+        """Returns when all ranks have come here, so that none leaves while another still needs it."""
         if self.control.group is not None:
-            dist.barrier(group=self.control.group)
+            with self.recorder.waiting("closing barrier", self.control.name, self.control.others):
+                dist.barrier(group=self.control.group)
+
+    def close(self) -> None:
+        """Meets all ranks; then destroys this mesh's groups, and torch.distributed if this mesh began it."""
+        self.meet()
         for axis in (self.tp, self.dp, self.pp, self.pp_back, self.world, self.control):
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
@@ -150,11 +166,13 @@ class Mesh:
 
 class RollCall:
     """Who of a failing job still speaks: kept in the store that the launcher serves, since groups are broken by
-    then."""
+    then. Where there is none (any more), nobody is absent and everybody is the first."""
 
     def __init__(self, launch: Launch, mesh: Mesh) -> None:
         self.mesh, self.prefix = mesh, f"megatron3d/{launch.attempt}"
         self.store: Any = None
+        if not launch.from_torchrun or mesh.grid.size == 1:
+            return
         with contextlib.suppress(RuntimeError, ValueError):  # the store's host may have gone
             self.store = TCPStore(
                 launch.master_addr, launch.master_port, is_master=False, timeout=ROLL_CALL, wait_for_workers=False
@@ -162,12 +180,15 @@ class RollCall:
 
     def answer(self) -> None:
         """Says that this rank is here."""
-        if self.store is not None:
-            self.store.set(f"{self.prefix}/{self.mesh.rank}", "here")
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                self.store.set(f"{self.prefix}/{self.mesh.rank}", "here")
 
-    def is_first(self) -> bool:
-        """Whether no other rank has asked this before."""
-        return self.store is None or self.store.add(f"{self.prefix}/called", 1) == 1
+    def is_first(self, doing: str) -> bool:
+        """Whether no other rank has come to do this before."""
+        with contextlib.suppress(RuntimeError):
+            return self.store is None or self.store.add(f"{self.prefix}/{doing}", 1) == 1
+        return True
 
     def absent(self) -> list[int]:
         """Ranks that have not answered within ROLL_CALL."""
@@ -177,8 +198,13 @@ class RollCall:
         deadline = time.monotonic() + ROLL_CALL.total_seconds()
         while silent and time.monotonic() < deadline:
             time.sleep(0.2)
-            silent = [rank for rank in silent if not self.store.check([f"{self.prefix}/{rank}"])]
+            silent = [rank for rank in silent if not self._has_answered(rank)]
         return silent
+
+    def _has_answered(self, rank: int) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return bool(self.store.check([f"{self.prefix}/{rank}"]))
+        return True
 
 
 def pick_device(wanted: str, launch: Launch) -> torch.device:
@@ -208,6 +234,25 @@ def _meeting_point(launch: Launch, timeout: timedelta) -> dict[str, Any]:
         return {"init_method": f"tcp://{launch.master_addr}:{launch.master_port}"}
     store = TCPStore(launch.master_addr, launch.master_port, is_master=False, timeout=timeout)
     return {"store": PrefixStore(f"megatron3d/attempt-{launch.attempt}", store)}
+
+
+def _share_memory(axis: Axis, timeout: timedelta) -> Board | None:
+    """A board for the members of an axis; None where one of them cannot reach it. A collective call."""
+    if axis.group is None:
+        return None
+    board, made = None, Board.offer(axis.size) if axis.rank == 0 else None
+    told: list[Any] = [None] * axis.size
+    joined: list[Any] = [None] * axis.size
+    with axis.recorder.waiting("share_memory", axis.name, axis.others):
+        dist.all_gather_object(told, (os.getpid(), made and made[0]), group=axis.group)
+        memory = made[1] if made else Board.accept(told[0][1])
+        with contextlib.suppress(OSError):
+            processes = [process for process, _ in told]
+            board = Board(memory, axis.rank, processes, timeout.total_seconds()) if memory else None
+        dist.all_gather_object(joined, board is not None, group=axis.group)
+    if made:
+        os.close(made[0].descriptor)
+    return board if all(joined) else None
 
 
 def _axis(

@@ -14,17 +14,19 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron3d.config import Config
 from megatron3d.config_io import to_dict
 from megatron3d.cost import flops_per_token
 from megatron3d.timers import Phase, table_line
 from megatron3d.trackers import Trackers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 Row = dict[str, Any]
 
@@ -84,15 +86,15 @@ class MetricsLog:
     """Shows the rows of a run on the console and appends them to `<log-dir>/metrics.jsonl`.
 
     The file has every step; the console and the trackers have those that `shows` names. `first_step` is the step a
-    resumed run was loaded at: rows after it, left by the interrupted run, are cut. `wandb_id` is the W&B run to go on
-    with. As a context it closes itself, and tells the trackers whether the run has failed.
+    resumed run was loaded at: rows after it, left by the interrupted run, move to metrics-cut.jsonl. `wandb_id` is the
+    W&B run to go on with. As a context it closes itself, and tells the trackers whether the run has failed.
     """
 
     def __init__(self, config: Config, first_step: int, *, enabled: bool, wandb_id: str = "") -> None:
         self.enabled = enabled
         self.total, self.interval = config.run.train_steps, config.log.log_interval
         self.tokens_per_step = config.batch.global_batch_size * config.model.seq_length
-        self.console = Console(stderr=False, highlight=False, soft_wrap=True)
+        self.console: Console | None = None
         self.file: Path | None = None
         self.progress: Progress | None = None
         self.trackers: Trackers | None = None
@@ -100,14 +102,23 @@ class MetricsLog:
         self._phases_since = first_step
         if not enabled:
             return
+        from rich.console import Console  # by the one rank that speaks
+
+        self.console = Console(stderr=False, highlight=False, soft_wrap=True)
         if config.log.log_dir:
             folder = Path(config.log.log_dir)
             folder.mkdir(parents=True, exist_ok=True)
             _write_whole(folder / "config.json", json.dumps(to_dict(config), indent=2) + "\n")
             self.file = folder / "metrics.jsonl"
-            _write_whole(self.file, "".join(_rows_up_to(self.file, first_step)))
+            kept, cut = _cut_after(self.file, first_step)
+            if cut:
+                with (folder / "metrics-cut.jsonl").open("a") as file:
+                    file.writelines(cut)
+            _write_whole(self.file, "".join(kept))
         self.trackers = Trackers(config, first_step, wandb_id, lambda text: self.say(f"warning: {text}"))
         if config.log.progress and self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
             columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.progress = Progress(*columns, console=self.console, transient=True)
             self.bar = self.progress.add_task("training", total=self.total, completed=first_step)
@@ -126,7 +137,7 @@ class MetricsLog:
 
     def say(self, text: str) -> None:
         """Prints a line above the progress bar."""
-        if self.enabled:
+        if self.console is not None:
             self.console.print(text, markup=False)
 
     def shows(self, row: Row) -> bool:
@@ -207,16 +218,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rows_up_to(file: Path, step: int) -> list[str]:
-    """Lines of an earlier run to keep; a line cut off by a crash is dropped."""
-    kept = []
+def _cut_after(file: Path, step: int) -> tuple[list[str], list[str]]:
+    """Lines of an earlier run up to `step`, and later ones; what is no row, such as a line that a crash has cut off,
+    is among the later ones."""
+    kept, cut = list[str](), list[str]()
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")  # the last one may be whole but for its end
+            side = kept if json.loads(line)["step"] <= step else cut
         except (ValueError, KeyError, TypeError):
-            continue
-    return kept
+            side = cut
+        side.append(line + "\n")  # the last one may be whole but for its end
+    return kept, cut
 
 
 def _write_whole(file: Path, text: str) -> None:

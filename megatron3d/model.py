@@ -115,11 +115,13 @@ class Attention(nn.Module):
     def forward(self, qkv: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """Projections (S, B, (queries + 2 keys) x D) and rotary tables -> (S or S / tp, B, H)."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))  # (S, B, queries + 2 keys, D)
-        query, key, value = heads.split([self.queries, self.keys, self.keys], dim=2)
+        both, value = heads.split([self.queries + self.keys, self.keys], dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = both.split([self.queries, self.keys], dim=2)
+            both = torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
         if tables is not None:
-            query, key = rotary(query, *tables), rotary(key, *tables)
+            both = rotary(both, *tables)  # queries and keys in one go
+        query, key = both.split([self.queries, self.keys], dim=2)
         if self.key_of_query is not None:
             # Slices, not an index: a list of indices would be copied to the device in every pass.
             key, value = (torch.stack([x[:, :, i] for i in self.key_of_query], dim=2) for x in (key, value))

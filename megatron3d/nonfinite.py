@@ -28,7 +28,7 @@ def bad_weight(optimizer: Optimizer) -> str:
 def _first(optimizer: Optimizer, tensors: list[Tensor]) -> str:
     layout = optimizer.weights.layout
     for bucket, span, tensor in reversed(list(zip(layout.buckets, optimizer.spans, tensors, strict=True))):
-        if bool(torch.isfinite(tensor).all()):
+        if bool(torch.isfinite(tensor.sum())):  # one pass without a copy; finite values may overflow it, hence the look
             continue
         for run in reversed(runs(bucket, span.start, span.start + len(tensor))):
             if not bool(torch.isfinite(tensor[run.start - span.start : run.stop - span.start]).all()):
@@ -39,14 +39,18 @@ def _first(optimizer: Optimizer, tensors: list[Tensor]) -> str:
 class LayerWatch:
     """Notes the first site of a stage whose output is not finite. Reads back one flag per site and pass: for debugging.
 
-    `found` is that site and what kind of output it was, or empty.
+    `found` is that site, since the last `begin`, or empty.
     """
 
     def __init__(self, stage: nn.Module) -> None:
-        self.found = ""
+        self.begin()
         for name, module in stage.named_modules():
             if name in ("embedding", "head") or (name.startswith("layers.") and name.count(".") == 1):
                 module.register_forward_hook(self._look(name))
+
+    def begin(self) -> None:
+        """Forgets what was found."""
+        self.found = ""
 
     def _look(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:

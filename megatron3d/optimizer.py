@@ -8,14 +8,15 @@ message.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron3d import kernels
-from megatron3d.comm import all_reduce
+from megatron3d.comm import all_reduce, on_host
 from megatron3d.config import OptimConfig
 from megatron3d.grads import FlatGrads
 from megatron3d.layout import Run, merge, owned, runs
@@ -36,6 +37,8 @@ class StepResult:
     """False: the gradient was not finite, or no token was valid, and nothing was updated."""
     stop_votes: int = 0
     """Ranks that ask for the run to stop after this step."""
+    written_votes: int = field(default=0, compare=False)
+    """Ranks that have written their part of a checkpoint (checkpoint.Save): it says nothing of the step itself."""
 
 
 @dataclass
@@ -104,32 +107,40 @@ class Optimizer:
                 span.master.copy_(span.weight)
 
     def step(
-        self, lr: float, sums: Tensor, expected_tokens: int, *, loss_scale: float = 1.0, stop: bool = False
+        self,
+        lr: float,
+        sums: Tensor,
+        expected_tokens: int,
+        *,
+        loss_scale: float = 1.0,
+        stop: bool = False,
+        written: bool = False,
     ) -> StepResult:
         """One update from finished gradients of (sum of losses) x loss_scale / expected_tokens.
 
         `sums` is fp64 [sum of losses, valid tokens] of this rank (zeros where they do not count); expected_tokens and
         loss_scale are the constants that seeded the backward pass. Gradients are rescaled to the mean over valid tokens
-        here, once. `stop` is this rank's vote to end the run.
+        here, once. `stop` and `written` are this rank's votes, whose numbers are in the result.
         """
         squares = self._sum_of_squares()
-        votes = torch.tensor([float(stop)], dtype=torch.float64, device=sums.device)
+        votes = torch.tensor([float(stop), float(written)], dtype=torch.float64, device=sums.device)
         shared = all_reduce(torch.cat([squares.view(1), sums, votes]), self.mesh.world)
-        norm_squared, loss_sum, valid, stop_votes = shared.tolist()
+        norm_squared, loss_sum, valid, stops, writers = on_host(shared, self.mesh.world)
         rescale = expected_tokens / valid / loss_scale if valid else math.nan
         norm = self._round(math.sqrt(norm_squared) * rescale)
-        applied = math.isfinite(norm)
+        applied = math.isfinite(norm) and math.isfinite(loss_sum)
         if applied:
             limit = self.config.clip_grad
             clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
             self._update(lr, torch.tensor(rescale * clip, dtype=torch.float64))
-        return StepResult(loss_sum / valid if valid else math.nan, norm, int(valid), applied, int(stop_votes))
+        mean = loss_sum / valid if valid else math.nan
+        return StepResult(mean, norm, int(valid), applied, int(stops), int(writers))
 
     def _sum_of_squares(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for span, buffer in zip(self.spans, self.grads.buckets, strict=True):
             for start, stop in span.counted:
-                total += torch.linalg.vector_norm(buffer[start:stop], dtype=torch.float64).square()
+                total += kernels.sum_of_squares(buffer[start:stop])
         return total
 
     def _round(self, norm: float) -> float:
@@ -137,7 +148,7 @@ class Optimizer:
         if torch.float64 in {buffer.dtype for buffer in self.grads.buckets}:
             wide = norm * (2.0**17 + 1)  # Veltkamp's split: 53 - 17 bits remain
             return wide - (wide - norm)
-        return torch.tensor(norm, dtype=torch.float32).item()
+        return ctypes.c_float(norm).value
 
     def _update(self, lr: float, scale: Tensor) -> None:
         self.count += 1

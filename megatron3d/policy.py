@@ -33,7 +33,7 @@ class Policy:
             self.say(self._skipped(step, result, scale, bad_steps, watch))
         if bad_steps >= self.run.max_bad_steps:
             raise JobError(
-                f"{bad_steps} steps in a row, up to step {step}, had no finite gradient (--max-bad-steps "
+                f"{bad_steps} steps in a row, up to step {step}, had no finite gradient or loss (--max-bad-steps "
                 f"{self.run.max_bad_steps}). Nothing of them was applied or saved; go on from the last checkpoint with "
                 f"a lower --lr, or look for the layer with --find-nan."
             )
@@ -56,6 +56,7 @@ class Policy:
         for rank, (parameter, layer) in enumerate(found):
             if parameter or layer:
                 stage = self.mesh.grid.coordinates(rank)["pp"]
-                text += f": gradient of {parameter or 'no parameter'} is not finite (rank {rank}, stage {stage})"
+                what = f"gradient of {parameter}" if parameter else "loss"
+                text += f": {what} is not finite (rank {rank}, stage {stage})"
                 return text + (f"; first seen in the output of {layer}" if layer else "")
-        return f"{text}: gradient norm {result.grad_norm}"
+        return f"{text}: loss {result.loss}, gradient norm {result.grad_norm}"

@@ -7,12 +7,14 @@ free where it will be served, does it answer everywhere else. As a program it is
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
 import time
 
 from megatron3d.config import ConfigError
+from megatron3d.launch import shared_mistakes
 
 RESOLVE_SECONDS = 10.0
 ANSWER_SECONDS = 45.0
@@ -24,8 +26,11 @@ def check_rendezvous(address: str, port: int, *, hosts: bool, patience: float = 
     `hosts` says that this process (or its node) will serve it: the port must then be free. Everyone else waits up to
     `patience` seconds until somebody answers there; 0 leaves that question open. Raises ConfigError.
     """
-    if not 0 < port < 1 << 16:
-        raise ConfigError(f"The port of the meeting point is {port}; --master-port must be from 1 to 65535.")
+    with shared_mistakes():
+        if not 0 < port < 1 << 16:
+            raise ConfigError(
+                f"The port of the meeting point is {port}; --master-port (or MASTER_PORT) must be from 1 to 65535."
+            )
     _resolve(address, port)
     if hosts:
         _must_be_free(port)
@@ -43,16 +48,20 @@ def _resolve(address: str, port: int) -> None:
             outcome[0] = ""
         except OSError as error:
             outcome[0] = str(error.strerror or error)
+        except UnicodeError as error:  # an empty or endless part between dots
+            outcome[0] = str(error)
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(RESOLVE_SECONDS)
+    is_answer = not thread.is_alive()  # then the others have the same one; who has to wait, may be alone in that
     if outcome[0]:
-        raise ConfigError(
-            f"The host name {address!r}, where the processes are to meet, cannot be resolved on this machine: "
-            f"{outcome[0]}. Give --master-addr (or MASTER_ADDR) a name or address of the first node that every node "
-            f"can resolve."
-        )
+        with shared_mistakes() if is_answer else contextlib.nullcontext():
+            raise ConfigError(
+                f"The host name {address!r}, where the processes are to meet, cannot be resolved on this machine: "
+                f"{outcome[0]}. Give --master-addr (or MASTER_ADDR) a name or address of the first node that every "
+                f"node can resolve."
+            )
 
 
 def _must_be_free(port: int) -> None:

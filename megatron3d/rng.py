@@ -7,23 +7,17 @@ and no layout of the mesh can change a value. The order of samples is likewise k
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megatron3d.keys import key64
+
 TILE = 256
 """Side of the square tiles in which initial values are drawn. Part of what a seed means: never change it."""
 
 _LOW = 0xFFFFFFFF  # the low 32 bits
-
-
-def key64(*parts: int | str) -> int:
-    """A 64-bit key of the parts, equal on every machine; 1 and "1" differ, and so do ("ab", "c") and ("a", "bc")."""
-    text = json.dumps(parts).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def init_normal(

@@ -14,6 +14,7 @@ one rank hand over directly, others through a message:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,10 +50,27 @@ class Span(NamedTuple):
 # Generators: compute passes only
 
 
-def split_layers(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Layers per stage, as even as possible, earlier stages first: 7 over 4 is (2, 2, 2, 1)."""
-    share, rest = divmod(num_layers, stages)
-    return tuple(share + (stage < rest) for stage in range(stages))
+def split_layers(num_layers: int, stages: int, head: float = 0.0) -> tuple[int, ...]:
+    """Layers per stage, so that the slowest stage is as fast as it can be, and else as even as possible, earlier stages
+    first: 7 over 4 is (2, 2, 2, 1). `head` is the work of the last stage beside its layers, in layers: a head of 3
+    makes 4 over 2 (3, 1), and 4 over 4 (2, 1, 1, 0). Every stage has something: a layer at least, or the head."""
+    if num_layers < stages - (head > 0):
+        raise ValueError(f"{num_layers} layers cannot fill {stages} stages")
+    if stages == 1:
+        return (num_layers,)
+
+    def others(last: int) -> int:  # falls with `last`
+        return -(-(num_layers - last) // (stages - 1))
+
+    choices = range(0 if head else 1, num_layers - stages + 2)
+    crossing = bisect_left(choices, True, key=lambda last: last + head >= others(last))
+    around = choices[max(0, crossing - 1) : crossing + 1]
+    best = min(max(others(last), last + head) for last in around)
+    least = bisect_left(choices, True, key=lambda last: others(last) <= best)
+    most = bisect_right(choices, best, key=lambda last: last + head) - 1
+    last = min(max(num_layers // stages, choices[least]), choices[most])
+    share, rest = divmod(num_layers - last, stages - 1)
+    return (*(share + (stage < rest) for stage in range(stages - 1)), last)
 
 
 def gpipe(stages: int, microbatches: int) -> Lists:

@@ -21,12 +21,13 @@ from torch import Tensor
 from megatron3d.comm import gather_objects
 from megatron3d.config import BatchConfig, Config, ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from megatron3d.data import IGNORE, Datasets, Ids
+from megatron3d.dtypes import DTYPES
 from megatron3d.launch import Launch
 from megatron3d.layout import Box, Run, box_shape, relative
 from megatron3d.mesh import Mesh
 from megatron3d.params import param_table
 from megatron3d.replicas import find_differences, hash_all, held
-from megatron3d.trainer import DTYPES, Trainer
+from megatron3d.trainer import Trainer
 from megatron3d.validate import resolve
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 3e-2}

@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from megatron3d.config import BatchConfig, ConfigError, ModelConfig, ParallelConfig
+from megatron3d.cost import head_flops, layer_flops
 from megatron3d.schedule import split_layers
 from megatron3d.words import commas, divisors, flag, listed
 
@@ -77,18 +78,19 @@ def resolve_split(parallel: ParallelConfig, model: ModelConfig) -> ParallelConfi
             f"--tp {tp} does not divide {listed(undivided, 'and')}. With {listed(described, 'and')} it can be "
             f"{divisors(math.gcd(*sizes))}{'; --no-sp frees the sequence length' if parallel.sp else ''}."
         )
-    if layers < pp:
+    if layers < pp - 1:  # the last one has the head
         raise ConfigError(
-            f"--num-layers {layers} cannot fill --pp {pp} stages of at least one layer. Choose --pp of at most "
-            f"{layers}."
+            f"--num-layers {layers} cannot fill --pp {pp} stages: all but the last need at least one layer. Choose "
+            f"--pp of at most {layers + 1}."
         )
-    if stages and (len(stages) != pp or sum(stages) != layers or min(stages) < 1):
+    balanced = split_layers(layers, pp, head_flops(model) / layer_flops(model))
+    if stages and (len(stages) != pp or sum(stages) != layers or min((*stages[:-1], stages[-1] + 1)) < 1):
         raise ConfigError(
             f"--stage-layers {commas(stages)} gives {len(stages)} stages a sum of {sum(stages)} layers, but the model "
-            f"has --num-layers {layers} on --pp {pp} stages of at least one layer. An even split is "
-            f"{commas(split_layers(layers, pp))}."
+            f"has --num-layers {layers} on --pp {pp} stages, all but the last of at least one layer. A balanced split "
+            f"is {commas(balanced)}."
         )
-    return replace(parallel, stage_layers=stages or split_layers(layers, pp))
+    return replace(parallel, stage_layers=stages or balanced)
 
 
 def resolve_batch(batch: BatchConfig, parallel: ParallelConfig) -> BatchConfig:

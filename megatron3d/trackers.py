@@ -7,7 +7,9 @@ What a row holds and how often one is shown is in metrics.py, the id of a W&B ru
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 
@@ -24,6 +26,7 @@ PACKAGES = {WANDB: "wandb", TENSORBOARD: "tensorboard"}
 # the other ranks wait with it, and must not take its rank for lost.
 WANDB_WAITS = ("login_timeout", "init_timeout", "finish_timeout")
 LONGEST_WAIT, SHARE_OF_TIMEOUT = 60.0, 0.25
+LAST_SECONDS = 3.0  # that a run which has failed leaves W&B
 
 
 class Tracker(Protocol):
@@ -64,8 +67,17 @@ class WandbTracker:
         self._run.log({"step": step, **numbers})
 
     def close(self, *, failed: bool) -> None:
-        """Waits for what is queued."""
-        self._run.finish(exit_code=int(failed))
+        """Waits for what is queued; after a failure, of which the others have yet to hear, not for long."""
+        if not failed:
+            self._run.finish(exit_code=0)
+            return
+        finish = threading.Thread(target=self._fail, daemon=True)
+        finish.start()
+        finish.join(LAST_SECONDS)
+
+    def _fail(self) -> None:
+        with contextlib.suppress(Exception):  # the failure that is about to be told matters more
+            self._run.finish(exit_code=1)
 
 
 class TensorBoardTracker:

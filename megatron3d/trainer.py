@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from megatron3d import checkpoint, crashes, resume
-from megatron3d.comm import agree, all_reduce, gather_objects, gather_to_first
-from megatron3d.config import Config
+from megatron3d.comm import all_reduce, gather_objects, gather_to_first, on_host
+from megatron3d.config import Config, ConfigError, JobError
 from megatron3d.cost import flops_per_token
 from megatron3d.data import Dataset, Datasets, OnePass, load_microbatch, microbatch_start, num_eval_batches
+from megatron3d.dtypes import DTYPES
 from megatron3d.grads import FlatGrads
 from megatron3d.layout import flat_layout, local_tensors
 from megatron3d.loss_scale import FLOOR, LossScale
@@ -27,18 +28,17 @@ from megatron3d.lr import learning_rate
 from megatron3d.mesh import Mesh
 from megatron3d.metrics import MetricsLog, Row, peak_memory_bytes, peak_tflops, rates
 from megatron3d.model import GPTStage
-from megatron3d.nonfinite import LayerWatch, bad_weight
+from megatron3d.nonfinite import LayerWatch
 from megatron3d.optimizer import Optimizer, StepResult
 from megatron3d.params import EMBEDDING, HEAD, num_parameters, param_table, stage_sites
 from megatron3d.pipeline import Feed, MicroBatch, Pipeline
 from megatron3d.policy import Policy
 from megatron3d.replicas import check_replicas
+from megatron3d.saver import Saver
 from megatron3d.schedule import build
 from megatron3d.signals import StopRequest
 from megatron3d.timers import Timer, Timers, untimed
 from megatron3d.weights import FlatWeights
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class Trainer:
         self.eval_ops = build("forward", parallel.pp, config.num_microbatches)[mesh.pp.rank]
         self.steps = self.skipped_steps = self.bad_steps = self.consumed_samples = self.consumed_tokens = 0
         self.wandb_id = ""
+        self.saver = Saver(config, self.optimizer, mesh, timer)
         self.loss_scale = LossScale.initial(fp16=config.run.dtype == "fp16")
         self.stop = StopRequest(config.run.exit_after_seconds)
         self.result = StepResult(math.nan, math.nan, 0, applied=True)  # of the last step
@@ -114,6 +115,8 @@ class Trainer:
         """One optimizer step on the next global batch."""
         batch = self.config.batch
         self.mesh.recorder.step = self.steps + 1
+        if self.watch is not None:
+            self.watch.begin()
         tokens = batch.global_batch_size * self.config.model.seq_length
         self.grads.begin(self.config.num_microbatches)
         feed = self._feed(self.datasets.train, self.consumed_samples)
@@ -122,7 +125,14 @@ class Trainer:
         with self.timer("reduce"):
             self.grads.finish()
         with self.timer("optimizer"):
-            result = self.optimizer.step(self.learning_rate(), sums, tokens, loss_scale=scale, stop=bool(self.stop))
+            result = self.optimizer.step(
+                self.learning_rate(),
+                sums,
+                tokens,
+                loss_scale=scale,
+                stop=bool(self.stop),
+                written=self.saver.has_written,
+            )
         if not self.config.parallel.overlap:
             self.weights.finish_gather()
         self.steps += 1
@@ -156,7 +166,7 @@ class Trainer:
         for k in range(num_eval_batches(valid.size, size, self.config.run.eval_steps)):
             feed = self._feed(valid, k * size)
             total += self.pipeline.evaluate(self.eval_ops, feed, micro_batch_size=self.config.batch.micro_batch_size)
-        loss_sum, tokens = all_reduce(total, self.mesh.world).tolist()
+        loss_sum, tokens = on_host(all_reduce(total, self.mesh.world), self.mesh.world)
         return float(loss_sum / tokens) if tokens else math.nan
 
     def _feed(self, dataset: Dataset, first: int) -> Feed:
@@ -172,24 +182,24 @@ class Trainer:
                 micro_batch_size=batch.micro_batch_size,
                 dp=mesh.dp.size,
             )
-            tokens, labels = load_microbatch(dataset, start, batch.micro_batch_size)
             samples = tuple(range(start, start + batch.micro_batch_size))
+            try:
+                tokens, labels = load_microbatch(dataset, start, batch.micro_batch_size)
+            except ConfigError as error:  # of this rank's samples alone: a failure, for which the others do not wait
+                raise RuntimeError(f"samples {samples[0]} to {samples[-1]}: {error}") from None
             return MicroBatch(tokens.to(mesh.device), labels.to(mesh.device), samples)
 
         return feed
 
     def save(self, folder: str) -> Path:
         """Writes a checkpoint of the whole run; a collective call. Raises JobError for weights that are not finite."""
-        with self.timer("save"):
-            name = bad_weight(self.optimizer)
-            agree(f"{name} is not finite at step {self.steps}: not saved" if name else None, self.mesh.control)
-            path = checkpoint.save(folder, self.config, self._state(), self.optimizer, self.mesh)
-            if self.mesh.is_main:
-                crashes.forgive(Path(folder), self.steps)
+        self.saver.begin(folder, self._counts())
+        path = self.saver.finish()
+        assert path is not None
         return path
 
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run beside its tensors."""
+    def _counts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run beside its tensors and config."""
         return {
             "step": self.steps,
             "consumed_samples": self.consumed_samples,
@@ -200,50 +210,91 @@ class Trainer:
             "wandb_id": self.wandb_id,
         }
 
-    def load(self, folder: str) -> None:
-        """Goes on from a checkpoint of the same model, saved by any layout; a collective call."""
-        meta = checkpoint.load(folder, self.optimizer, self.mesh)
+    def load(self, folder: str, *, weights_only: bool = False) -> checkpoint.Loaded:
+        """Goes on from a checkpoint of the same model, saved by any layout; a collective call. `weights_only`: begins
+        with its weights and nothing else of it."""
+        loaded = checkpoint.load(folder, self.optimizer, self.mesh, weights_only=weights_only)
+        self.saver.companions = {**loaded.companions, **self.saver.companions}
+        if weights_only:
+            return loaded
+        meta = loaded.meta
         self.wandb_id = meta["wandb_id"]
         self.steps, self.skipped_steps, self.bad_steps = meta["step"], meta["skipped_steps"], meta["bad_steps"]
         saved_scale = LossScale(**meta["loss_scale"])
         if saved_scale.enabled and self.loss_scale.enabled:
             self.loss_scale = saved_scale
         self.consumed_samples, self.consumed_tokens = meta["consumed_samples"], meta["consumed_tokens"]
+        return loaded
 
     def run(self) -> bool:
         """Trains to `train_steps`, evaluating, logging and saving on the way; a run that was loaded goes on.
 
         Returns whether it got there: False if it was asked to stop before (signals.py), its state saved.
         """
+        with self.saver.alone():
+            return self._run()
+
+    def _run(self) -> bool:
         config, run, save = self.config, self.config.run, self.config.checkpoint.save
-        load = gather_objects(config.checkpoint.load, self.mesh.control)[0]  # ranks may see a shared disk differently
-        if load:
-            self.load(load)
+        # As the first rank says: ranks may see a shared disk differently.
+        load, weights_only = gather_objects(
+            (config.checkpoint.load, config.checkpoint.load_weights_only), self.mesh.control
+        )[0]
+        passed_over = self.load(load, weights_only=weights_only).passed_over if load else ()
         log = MetricsLog(config, self.steps, enabled=self.mesh.is_main, wandb_id=self.wandb_id)
         self.wandb_id = log.wandb_id
+        for said in passed_over:
+            log.say(f"--load: passed over: {said}")
         log.say(describe(config, self.mesh, self.steps))
         if run.eval_interval and self.datasets.valid is None:
             log.say(f"No evaluation: {self.datasets.no_valid_reason}")
         policy = Policy(run, self.optimizer, self.mesh, log.say)
         saved = self.steps if load and resume.continues(config) else -1
         with log:
-            while self.steps < run.train_steps and not self._should_stop():
-                row = self._timed_step()
-                log.write(row)
-                policy.judge(self.steps, self.result, self.loss_scale, self.bad_steps, self.watch)
-                if run.check_replicas_every and self.steps % run.check_replicas_every == 0:
-                    check_replicas(config, self.weights, self.mesh, self.steps)
-                every = config.checkpoint.save_interval
-                if save and every and self.steps % every == 0:
-                    log.say(f"saved {self.save(save)}")
-                    saved = self.steps
-                if self.timers is not None and log.shows(row):
-                    log.write_phases(self.steps, gather_to_first(self.timers.take(), self.mesh.control))
+            try:
+                while self.steps < run.train_steps and not self._should_stop():
+                    self._logged_step(log, policy)
+                    if self._save_if_due(log):
+                        saved = self.steps
+                self._commit(log)
+            except JobError:  # all ranks know of it, so that what they have begun to save is still kept
+                self._commit(log)
+                raise
             if save and saved != self.steps:
                 log.say(f"saved {self.save(save)}")
             if self.steps < run.train_steps:
                 log.say(f"stopped after step {self.steps}, as asked{f' ({self.stop.reason})' if self.stop else ''}")
+            if save and self.mesh.is_main:
+                crashes.forgive(Path(save), self.steps)
             return self.steps >= run.train_steps
+
+    def _logged_step(self, log: MetricsLog, policy: Policy) -> None:
+        """A step, what is said of it, and whether it is one to go on from."""
+        every = self.config.run.check_replicas_every
+        row = self._timed_step()
+        log.write(row)
+        policy.judge(self.steps, self.result, self.loss_scale, self.bad_steps, self.watch)
+        if every and self.steps % every == 0:
+            check_replicas(self.config, self.weights, self.mesh, self.steps)
+        if self.timers is not None and log.shows(row):
+            log.write_phases(self.steps, gather_to_first(self.timers.take(), self.mesh.control))
+
+    def _save_if_due(self, log: MetricsLog) -> bool:
+        """Commits what all ranks have written; begins the next save if this step has one, and says so."""
+        keep = self.config.checkpoint
+        due = bool(keep.save and keep.save_interval) and self.steps % keep.save_interval == 0
+        if due or self.result.written_votes == self.mesh.grid.size:
+            self._commit(log)
+        if due:
+            self.saver.begin(keep.save, self._counts(), behind=keep.async_save)
+            if not keep.async_save:
+                self._commit(log)
+        return due
+
+    def _commit(self, log: MetricsLog) -> None:
+        path = self.saver.finish()
+        if path is not None:
+            log.say(f"saved {path}")
 
     def _should_stop(self) -> bool:
         """Whether some rank was asked to stop, or this is the step to stop at."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 
 from megatron3d.config import (
     CheckpointConfig,
@@ -51,7 +51,8 @@ class Range:
         return low if self.high == math.inf else f"{low} and below {self.high}"
 
 
-COUNT, OPTIONAL, POSITIVE, FRACTION = Range(1), Range(0), Range(0, above=True), Range(0, 1)
+COUNT, OPTIONAL = Range(1, 2**31), Range(0, 2**31)  # integers that everything they meet can hold
+POSITIVE, NOT_NEGATIVE, FRACTION = Range(0, above=True), Range(0), Range(0, 1)
 
 RANGES = {
     name: legal
@@ -63,13 +64,14 @@ RANGES = {
         (COUNT, "tp pp bucket_size timeout_seconds micro_batch_size"),
         (OPTIONAL, "dp global_batch_size"),
         (POSITIVE, "lr eps"),
-        (OPTIONAL, "min_lr warmup_steps decay_steps weight_decay clip_grad"),
+        (OPTIONAL, "warmup_steps decay_steps"),
+        (NOT_NEGATIVE, "min_lr weight_decay clip_grad"),
         (FRACTION, "beta1 beta2"),
         (COUNT, "max_bad_steps spike_window"),
-        (OPTIONAL, "exit_step exit_after_seconds spike_sigmas"),
+        (NOT_NEGATIVE, "exit_after_seconds spike_sigmas peak_tflops"),
         (COUNT, "train_steps log_interval"),
         (Range(0, 2), "log_level"),
-        (OPTIONAL, "save_interval eval_interval eval_steps check_replicas_every peak_tflops"),
+        (OPTIONAL, "save_interval keep_last eval_interval eval_steps exit_step check_replicas_every"),
         (Range(0, 2**63), "seed"),
     )
     for name in names.split()
@@ -110,7 +112,7 @@ def check_can_train(config: Config) -> None:
             "on generated sequences."
         )
     prefix = data.data_path.removesuffix(".bin").removesuffix(".idx")
-    missing = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if not Path(name).is_file()]
+    missing = [name for name in (f"{prefix}.bin", f"{prefix}.idx") if not os.path.isfile(name)]
     if data.data_path and missing:
         raise ConfigError(
             f"--data-path {data.data_path} stands for the files {prefix}.bin and {prefix}.idx, but there is no "
@@ -118,16 +120,18 @@ def check_can_train(config: Config) -> None:
         )
     if data.data_path != prefix:
         raise ConfigError(f"--data-path takes what its two files have in common: {prefix} and not {data.data_path}.")
-    if data.tokenizer not in ("", "byte") and not Path(data.tokenizer).is_file():
+    if data.tokenizer not in ("", "byte") and not os.path.isfile(data.tokenizer):
         raise ConfigError(
             f"--tokenizer {data.tokenizer}: there is no such file. Give a SentencePiece model (made by "
-            "tools/train_tokenizer.py), or the word byte."
+            "tools/train_tokenizer.py), a tokenizer.json of Hugging Face's, or the word byte."
         )
 
 
 def _check_ranges(section: object) -> None:
-    """Each number of `section` by itself."""
+    """Each number and each text of `section` by itself."""
     for name, value in vars(section).items():
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{flag(name)} {value!r} has a null character, which no name and no path can have.")
         if name in RANGES and value not in RANGES[name]:
             raise ConfigError(f"{flag(name)} is {value}, but it must be {RANGES[name]}.")
 
@@ -210,6 +214,8 @@ def _check_data(data: DataConfig, run: RunConfig) -> None:
 def split_shares(split: str) -> tuple[Fraction, Fraction, Fraction]:
     """The shares of training, validation and test in `--split`; "9,1" leaves out the last, which is then 0."""
     try:
+        if "e" in split.lower():
+            raise ValueError("an exponent may ask for more digits than memory holds")
         shares = [Fraction(share.strip()) for share in split.split(",")]
     except (ValueError, ZeroDivisionError):
         shares = []
@@ -233,11 +239,7 @@ def _check_intervals(checkpoint: CheckpointConfig, run: RunConfig) -> None:
             f"--save-interval {checkpoint.save_interval} has no effect without --save. Name a folder with --save, or "
             "leave the interval out."
         )
-    if checkpoint.auto_resume and (not checkpoint.save or checkpoint.load):
-        raise ConfigError(
-            f"--auto-resume goes on from the newest checkpoint in --save: it needs that folder (now "
-            f"{checkpoint.save or 'none'}) and no --load (now {checkpoint.load or 'none'})."
-        )
+    _check_checkpoint(checkpoint)
     for name in ("spike_window", "stop_on_spike"):
         if getattr(run, name) != getattr(RunConfig(), name) and not run.spike_sigmas:
             raise ConfigError(f"{flag(name)} has no effect without --spike-sigmas. Give the height of a spike, e.g. 6.")
@@ -246,6 +248,27 @@ def _check_intervals(checkpoint: CheckpointConfig, run: RunConfig) -> None:
             f"--eval-steps {run.eval_steps} has no effect without --eval-interval. Give the number of steps between "
             "evaluations, or leave it out."
         )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    """Where a run begins is said once, and what is said of saving and loading has something to act on."""
+    load, save = checkpoint.load, checkpoint.save
+    begins_elsewhere = load and not checkpoint.load_weights_only
+    if checkpoint.auto_resume and (not save or begins_elsewhere):
+        raise ConfigError(
+            f"--auto-resume goes on from the newest checkpoint in --save: it needs that folder (now {save or 'none'}) "
+            f"and no --load (now {load or 'none'}), unless --load-weights-only says what the run begins with."
+        )
+    if checkpoint.load_weights_only and not load:
+        raise ConfigError("--load-weights-only has no effect without --load. Name the folder that has the weights.")
+    if checkpoint.override_schedule and (not (load or checkpoint.auto_resume) or checkpoint.load_weights_only):
+        raise ConfigError(
+            "--override-schedule has no effect on a run that begins anew. It belongs to --load or --auto-resume, "
+            "without --load-weights-only."
+        )
+    for name in ("keep_last", "async_save"):
+        if getattr(checkpoint, name) and not save:
+            raise ConfigError(f"{flag(name)} has no effect without --save. Name a folder for checkpoints.")
 
 
 def _check_log(log: LogConfig) -> None:

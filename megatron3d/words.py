@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 MOST_CHOICES = 12  # of a list: more are shortened, the last stays
+LONGEST = 1_000_000  # characters of a paragraph: a list of every tensor of the largest models, twice
+LONGEST_VALUE = 300  # characters of a value that is quoted
+VALUES = tuple(map(re.compile, (r"\[[^\[\]]*\]", r"(?<!\w)'[^']*'", r"\S+")))
+"""What a value looks like that one can flood: in brackets, in quotes, or in one piece."""
 
 
 def flag(name: str) -> str:
@@ -39,3 +44,20 @@ def did_you_mean(word: str, known: Collection[str]) -> str:
     """A sentence with the nearest known word, or nothing if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def paragraph(text: str) -> str:
+    """`text` as one line of printable characters, whatever names and values it quotes. A long value is cut, a list of
+    names is not: what is missing is told to the last."""
+    line = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text.strip()
+    )
+    for value in VALUES:
+        line = value.sub(lambda found: _ends(found[0], LONGEST_VALUE), line)
+    return _ends(line, LONGEST)
+
+
+def _ends(text: str, most: int) -> str:
+    """`text`; of a long one, the first two and the last third of `most` characters."""
+    tail = most // 3
+    return text if len(text) <= most else f"{text[: most - tail]} [...] {text[-tail:]}"

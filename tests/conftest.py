@@ -2,4 +2,6 @@
 
 import torch
 
+from tests.disturbed import in_peace, quick_roll_call  # noqa: F401 - fixtures
+
 torch.set_num_threads(1)

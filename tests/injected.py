@@ -1,7 +1,8 @@
-"""pretrain_gpt.py with one mishap: `injected.py KIND PLACE RANK STEP ONCE_FILE flags...`, started by test_failures.py.
+"""pretrain_gpt.py with one mishap: `injected.py KIND PLACE RANK STEP TIMES flags...`, started by test_failures.py.
 
-KIND: raise, exit (os._exit(0)), or the name of a signal that the rank sends itself. PLACE: where in the step. The
-mishap happens once per job if ONCE_FILE is a path, so that a restarted job gets past it; "-" repeats it.
+KIND: raise, exit (os._exit(0)), or the name of a signal that the rank sends itself. PLACE: where in the run. RANK:
+"all" is every one of them. STEP: 0 is before the first. TIMES: "once" spares a job that has been restarted, "always"
+does not.
 """
 
 from __future__ import annotations
@@ -13,25 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt
-from megatron3d import checkpoint, comm, data, model, pipeline, trainer
+from megatron3d import checkpoint, comm, mesh, model, pipeline, trainer
 from megatron3d.launch import user_errors
 
-KIND, PLACE, RANK, STEP, ONCE_FILE = sys.argv[1:6]
+KIND, PLACE, RANK, STEP, TIMES = sys.argv[1:6]
 PLACES: dict[str, tuple[Any, str]] = {
+    "groups": (mesh, "_axis"),
+    "load": (checkpoint, "fill"),
     "forward": (model.GPTStage, "forward"),
     "backward": (pipeline._Run, "_backward"),
     "data": (trainer, "load_microbatch"),
-    "collective": (comm, "_ordered_sum"),
-    "save": (checkpoint, "_write_rank"),
+    "collective": (comm, "_sum_in_order"),
+    "evaluate": (trainer.Trainer, "evaluate"),
+    "save": (checkpoint, "write_pieces"),
+    "index": (checkpoint.Save, "_publish"),
+    "rename": (Path, "rename"),
+    "latest": (Path, "replace"),
     "step": (trainer.Trainer, "_feed"),
+    "close": (mesh.Mesh, "meet"),
 }
+ENDS = {"latest": "latest.tmp"}  # of the first argument, where a place is one of many calls of a function
 
 
 def mishap() -> None:
-    if ONCE_FILE != "-":
-        if Path(ONCE_FILE).exists():
-            return
-        Path(ONCE_FILE).write_text("")
+    print(f"injected {KIND} in {PLACE}", file=sys.stderr, flush=True)  # torchrun names one of those it finds dead
     if KIND == "raise":
         raise ArithmeticError(f"injected in {PLACE}")
     if KIND == "exit":
@@ -40,23 +46,24 @@ def mishap() -> None:
 
 
 def main() -> None:
-    meshes = []
+    meshes: list[mesh.Mesh] = []
     owner, name = PLACES[PLACE]
     original = getattr(owner, name)
-    create = trainer.Mesh.create
+    create = mesh.Mesh.create
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
         meshes.append(create(*args, **kwargs))
         return meshes[-1]
 
     def risky(*args: Any, **kwargs: Any) -> Any:
-        if meshes and meshes[0].rank == int(RANK) and meshes[0].recorder.step == int(STEP):
+        here = RANK in ("all", os.environ["RANK"]) and (PLACE not in ENDS or str(args[0]).endswith(ENDS[PLACE]))
+        now = int(STEP) == (meshes[0].recorder.step if meshes else 0)
+        if here and now and (TIMES == "always" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
             mishap()
         return original(*args, **kwargs)
 
-    trainer.Mesh.create = remembering  # type: ignore[method-assign, assignment]
+    mesh.Mesh.create = remembering  # type: ignore[method-assign, assignment]
     setattr(owner, name, risky)
-    assert data.load_microbatch is not risky
     with user_errors():
         pretrain_gpt.main(sys.argv[6:])
 

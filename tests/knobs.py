@@ -35,7 +35,7 @@ KNOBS = {
     "dp": Knob("rounding", (1, 2, 3, 4)),
     "micro_batch_size": Knob("rounding", (3, 2, 6)),
     "pp": Knob("exact", (1, 2, 4)),
-    "split": Knob("exact", ("even", "uneven", "skewed")),
+    "split": Knob("exact", ("even", "uneven", "skewed", "bare")),
     "schedule": Knob("exact", ("1f1b", "gpipe")),
     "zero": Knob("exact", (1, 0)),
     "overlap": Knob("exact", (True, False)),
@@ -59,8 +59,12 @@ STAGES = {
     (4, "uneven"): (2, 2, 2, 1),
     (2, "skewed"): (1, 2),
     (4, "skewed"): (1, 2, 1, 1),
+    (2, "bare"): (2, 0),
+    (4, "bare"): (2, 1, 1, 0),
 }
-"""Layers of each stage by pp and split; the skewed ones must be asked for, the others are what --pp gives."""
+"""Layers of each stage by pp and split."""
+ASKED_FOR = ("skewed", "bare")
+"""Splits that --stage-layers names; the others are what --pp gives."""
 
 FAMILIES = {
     "llama": ModelConfig(ffn_hidden_size=72),
@@ -108,7 +112,7 @@ def model_of(case: Case) -> ModelConfig:
 def run_of(case: Case, model: ModelConfig | None = None, **settings: Any) -> Config:
     """The resolved config of `case`, or of another `model` on its layout; `settings` as in toy.config."""
     layout = {name: case[name] for name, knob in KNOBS.items() if knob.kind != "model" and name != "split"}
-    stages = STAGES[case["pp"], case["split"]] if case["split"] == "skewed" else ()
+    stages = STAGES[case["pp"], case["split"]] if case["split"] in ASKED_FOR else ()
     defaults = {"global_batch_size": GLOBAL_BATCH, "dtype": case["dtype"], "lr": 0.05, "stage_layers": stages}
     return toy.config(model or model_of(case), **{**defaults, **layout, **settings})
 

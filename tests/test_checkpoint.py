@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron3d import checkpoint
-from megatron3d.config import CheckpointConfig, Config, ConfigError, ModelConfig
+from megatron3d import archive, checkpoint, shelf
+from megatron3d.config import CheckpointConfig, Config, ConfigError, JobError, ModelConfig
 from megatron3d.data import Datasets, sample_window
 from megatron3d.layout import Box, runs
 from megatron3d.mesh import Mesh
 from megatron3d.params import num_parameters, param_table
-from megatron3d.resume import check_loadable, newest, read_index, saved_config
+from megatron3d.resume import check_loadable, saved_config
 from megatron3d.trainer import Trainer
 from tests import toy
 from tests.lone import lone_trainer, whole_weights
@@ -105,14 +103,20 @@ def assert_equal(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]
             assert torch.equal(value, b[kind][name]), f"{kind} of {name}"
 
 
-def begin_and_save(mesh: Mesh, config: Config, folder: str, steps: int, more: int) -> tuple[State, State]:
-    """State at the save after `steps`, and `more` steps later in the same run."""
+def begin_and_save(
+    mesh: Mesh, config: Config, folder: str, steps: int, more: int, behind: bool = False
+) -> tuple[State, State]:
+    """State at the save after `steps`, and `more` steps later in the same run; saved at once, or `behind` those."""
     trainer, recorder = build(mesh, config)
     trainer.weights.load(toy.random_weights(config.model))
     trainer.optimizer.reset_masters()
     before = advance(trainer, recorder, steps)
-    trainer.save(folder)
-    return before, advance(trainer, recorder, more)
+    trainer.saver.begin(folder, trainer._counts(), behind=behind)
+    if not behind:
+        trainer.saver.finish()
+    later = advance(trainer, recorder, more)
+    trainer.saver.finish()
+    return before, later
 
 
 def load_and_go_on(mesh: Mesh, config: Config, folder: str, steps: int, save: str = "") -> tuple[State, State]:
@@ -133,14 +137,15 @@ def moment_norms(state: dict[str, dict[str, Tensor]]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_resume_is_bit_equal(dtype: str, tmp_path: Path) -> None:
-    """Save in the middle of the warm-up and of an epoch, dropout 0.1, AdamW, tp 2, dp 2: the resumed run repeats the
-    uninterrupted one: losses, norms, weights, masters, moments. RES-01: learning rates equal to the last bit. RES-10:
-    norms of the moments before and after. SAMP-06: the samples go on where they were."""
+@pytest.mark.parametrize(("dtype", "behind"), [("fp32", False), ("bf16", True), ("fp16", True)])
+def test_resume_is_bit_equal(dtype: str, behind: bool, tmp_path: Path) -> None:
+    """Save in the middle of the warm-up, of an epoch and of the loss scale's window, at once or behind training,
+    dropout 0.1, AdamW, tp 2, dp 2: the resumed run repeats the uninterrupted one: losses, norms, weights, masters,
+    moments. RES-01: learning rates equal to the last bit. RES-10: norms of the moments before and after. SAMP-06: the
+    samples go on where they were."""
     model = replace(toy.LLAMA, dropout=0.1, num_layers=2)
     config = toy.config(model, tp=2, dp=2, dtype=dtype, warmup_steps=6, global_batch_size=4, micro_batch_size=2, **ADAM)
-    saved = on_mesh(config.parallel, begin_and_save, config, str(tmp_path), 3, 4)
+    saved = on_mesh(config.parallel, begin_and_save, config, str(tmp_path), 3, 4, behind)
     resumed = on_mesh(config.parallel, load_and_go_on, config, str(tmp_path), 4)
     at_save, at_load = (gathered(config, [rank[0] for rank in ranks]) for ranks in (saved, resumed))
     assert_equal(at_load, at_save)
@@ -221,10 +226,13 @@ def go_on_and_save(mesh: Mesh, config: Config, folder: str, steps: int, save: st
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64"), ("fp64", "bf16")], ids=str
+    ("old", "new"),
+    [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64"), ("fp64", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")],
+    ids=str,
 )
 def test_another_type(old: str, new: str, tmp_path: Path) -> None:
-    """The most exact values there are go on: masters into fp32 weights; fp32 weights into masters."""
+    """The most exact values there are go on: masters into weights of another type; fp32 weights into masters. So no
+    value is rounded twice."""
     first = lone_trainer(toy.config(dtype=old, global_batch_size=1, **ADAM))
     first.step()
     first.save(str(tmp_path))
@@ -261,24 +269,24 @@ def test_every_value_is_written_exactly_once(model: ModelConfig, tmp_path: Path)
     layout = {"tp": 4, "pp": 2} if not model.tied_embeddings else {"dp": 3, "pp": 2}
     config = toy.config(model, dtype="bf16", global_batch_size=3, **layout, **ADAM)
     ranks = on_mesh(config.parallel, save_once, config, str(tmp_path))
-    index = read_index(tmp_path)
-    folder = newest(tmp_path)
+    found = shelf.find(tmp_path)
+    folder, index = found.path, found.index
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     assert sorted(path.name for path in folder.iterdir()) == ["index.json", *sorted(files)]
     assert sum(tensor.numel() for file in files.values() for tensor in file.values()) == 4 * num_parameters(
         param_table(config.model)
     )
-    assert set(index["tensors"]) == {"weight", "master", "exp_avg", "exp_avg_sq"}
-    for kind, tensors in index["tensors"].items():
+    assert set(index.tensors) == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    for kind, tensors in index.tensors.items():
         state = toy.assemble(param_table(config.model), [rank[kind] for rank in ranks])
         assert set(tensors) == set(state)
         for name, stored in tensors.items():
-            count = np.zeros(stored["shape"], dtype=int)
-            for box in stored["boxes"]:
-                where = tuple(slice(start, stop) for start, stop in box["box"])
+            count = np.zeros(stored.shape, dtype=int)
+            for box in stored.boxes:
+                where = tuple(slice(start, stop) for start, stop in box.box)
                 count[where] += 1
-                assert torch.equal(files[box["file"]][box["key"]], state[name][where])
-            assert tuple(stored["shape"]) == tuple(state[name].shape) and (count == 1).all(), f"{kind} of {name}"
+                assert torch.equal(files[box.file][box.key], state[name][where])
+            assert stored.shape == tuple(state[name].shape) and (count == 1).all(), f"{kind} of {name}"
     for path in folder.iterdir():
         start = path.read_bytes()[:9]
         assert start[:1] == b"{" or start[8:9] == b"{", f"{path.name} is neither JSON nor safetensors"
@@ -291,7 +299,10 @@ def test_counts_and_config_are_in_the_index(tmp_path: Path) -> None:
     trainer.skipped_steps = 1  # as if one of two had been skipped
     trainer.steps, trainer.consumed_samples, trainer.consumed_tokens = 2, 4, 128
     trainer.save(str(tmp_path))
-    meta = read_index(tmp_path)["meta"]
+    index = shelf.find(tmp_path).index
+    meta = dict(index.meta)
+    assert set(meta.pop("versions")) == {"megatron3d", "torch", "python"}
+    assert meta.pop("stages") == [["embedding", *(f"layers.{i}" for i in range(config.model.num_layers)), "head"]]
     assert {key: meta[key] for key in meta if key != "config"} == {
         "step": 2,
         "consumed_samples": 4,
@@ -302,7 +313,7 @@ def test_counts_and_config_are_in_the_index(tmp_path: Path) -> None:
         "loss_scale": {"enabled": False, "value": 1.0, "good_steps": 0, "patience": 2, "at_floor": 0},
         "wandb_id": "",
     }
-    assert saved_config(read_index(tmp_path)) == config
+    assert saved_config(index) == config
     other = Trainer(config, Mesh.single(), toy.datasets(config.model))
     other.load(str(tmp_path))
     assert (other.steps, other.consumed_samples, other.skipped_steps, other.optimizer.count) == (2, 4, 1, 1)
@@ -319,24 +330,9 @@ def lone_saved(folder: Path, steps: tuple[int, ...] = (1,), **knobs: Any) -> tup
     return trainer, replace(config, checkpoint=CheckpointConfig(load=str(folder)))
 
 
-def test_latest_names_the_newest(tmp_path: Path) -> None:
-    lone_saved(tmp_path, (1, 3))
-    assert (tmp_path / "latest").read_text() == "step-00000003\n"
-    assert newest(tmp_path).name == "step-00000003"
-    assert newest(tmp_path / "step-00000001").name == "step-00000001", "a step by its own folder"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000003"]
-    (tmp_path / "latest").unlink()
-    assert newest(tmp_path).name == "step-00000003", "without `latest`: the highest whole one"
-    (tmp_path / "step-00000003" / "index.json").unlink()
-    assert newest(tmp_path).name == "step-00000001"
-
-
 def test_saving_the_same_step_again(tmp_path: Path) -> None:
-    """The second replaces the first, also where a crash has left remains of an earlier attempt."""
+    """The second replaces the first."""
     trainer, config = lone_saved(tmp_path)
-    for leftover in (".step-00000001.partial", ".step-00000001.replaced"):
-        (tmp_path / leftover).mkdir()
-        (tmp_path / leftover / "rank-00000.safetensors").write_bytes(b"half")
     trainer.weights.buckets[0].fill_(3.0)
     trainer.save(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
@@ -363,38 +359,40 @@ def save_and_fail(mesh: Mesh, config: Config, folder: str, failing: str) -> tupl
     trainer.step()
     trainer.save(folder)
     trainer.step()
-    good = {name: getattr(checkpoint, name) for name in ("save_file", "_write_synced", "_make_room")}
 
-    def half_a_file(tensors: dict[str, Tensor], path: str) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError(28, "No space left on device", path)
+    def half_a_file(path: Path, pieces: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
 
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", folder)
 
-    name, rank, bad = {
-        "a rank's write": ("save_file", 1, half_a_file),
-        "the index": ("_write_synced", 0, refuse),
-        "the folder": ("_make_room", 0, refuse),
+    module, name, rank, bad = {
+        "a rank's write": (checkpoint, "write_pieces", 1, half_a_file),
+        "the index": (archive.shelf, "write", 0, refuse),
+        "the folder": (shelf, "make_room", 0, refuse),
+        "the name": (shelf, "publish", 0, refuse),
     }[failing]
+    good = getattr(module, name)
     if mesh.rank == rank:
-        setattr(checkpoint, name, bad)
+        setattr(module, name, bad)
     words = attempt(lambda: trainer.save(folder))
-    setattr(checkpoint, name, good[name])
-    listing = sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))
+    setattr(module, name, good)
+    listing = sorted(path.name for path in Path(folder).iterdir())
     return words, f"{listing} {(Path(folder) / 'latest').read_text().strip()}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", ["a rank's write", "the index", "the folder"])
+@pytest.mark.parametrize("failing", ["a rank's write", "the index", "the folder", "the name"])
 def test_a_failed_save_changes_nothing(failing: str, tmp_path: Path) -> None:
-    """One rank fails: all raise its words; `latest`, the older checkpoint and the final names are as they were."""
+    """One rank fails: all raise its words; `latest` and the older checkpoint are as they were, and nothing else is
+    left."""
     config = toy.config(replace(toy.LLAMA, num_layers=2), pp=2, global_batch_size=1, **ADAM)
     outcomes = on_mesh(config.parallel, save_and_fail, config, str(tmp_path), failing)
     rank, words = (1, "No space left on device") if failing == "a rank's write" else (0, "Permission denied")
-    for text, left in outcomes:
-        assert text.startswith(f"JobError: rank {rank}: saving failed: ") and words in text
-        assert left == "['latest', 'step-00000001'] step-00000001"
+    for text, _ in outcomes:
+        assert text.startswith(f"JobError: rank {rank}: saving step 2 failed: ") and words in text
+    assert outcomes[0][1] == "['latest', 'step-00000001'] step-00000001", "the main rank has put things in order"
     loaded = on_mesh(config.parallel, load_and_go_on, config, str(tmp_path), 1, str(tmp_path))
     assert loaded[0][1].counts[0] == 2, "the older one loads, and saving works again"
 
@@ -430,8 +428,66 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "good", folder)
         damage(folder / "step-00000001" / "rank-00001.safetensors")
         texts = on_mesh(config.parallel, load_refused, config, str(folder), timeout=30)
-        assert texts[0] == texts[1] and texts[0].startswith("JobError: rank 1: loading "), name
+        assert texts[0] == texts[1] and texts[0].startswith("JobError: rank 0: loading failed: "), name
+        assert ("rank 1: loading failed" in texts[0]) == (name == "a flipped bit"), (
+            "headers are read by one rank for all"
+        )
         assert "rank-00001.safetensors" in texts[0], f"{name}: {texts[0]}"
+
+
+def test_the_newest_that_is_damaged_is_passed_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Known by its content, on whatever rank, and said; one that was asked for by name is refused."""
+    config = toy.config(replace(toy.LLAMA, num_layers=2), pp=2, global_batch_size=1, **ADAM | {"train_steps": 3})
+    config = replace(config, checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=1))
+    on_mesh(config.parallel, run_it, config)
+    flip(tmp_path / "step-00000003" / "rank-00001.safetensors")
+    again = replace(config, checkpoint=replace(config.checkpoint, load=str(tmp_path)))
+    capfd.readouterr()
+    assert on_mesh(config.parallel, run_it, again) == [3, 3]
+    said = capfd.readouterr().out
+    assert "passed over: rank 1: loading failed: " in said and "rank-00001.safetensors is damaged" in said
+    assert "from step 2 to 3" in said
+    flip(tmp_path / "step-00000001" / "rank-00001.safetensors")
+    texts = on_mesh(config.parallel, load_refused, config, str(tmp_path / "step-00000001"))
+    assert texts[0] == texts[1] and "rank-00001.safetensors is damaged" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("older", "words"),
+    [
+        ({"ffn_hidden_size": 88}, "another model: ffn_hidden_size 88 -> 176"),
+        ({"lr": 0.02}, "another schedule: lr 0.02 -> 0.01"),
+    ],
+    ids=["model", "schedule"],
+)
+def test_an_older_one_of_another_run_takes_nobodys_place(older: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """The newest is damaged, the one before it is of another model or schedule: the job ends on all ranks, and says
+    both; nothing goes on from a model that is half another's."""
+    model = replace(toy.LLAMA, num_layers=2)
+    knobs: dict[str, Any] = {"pp": 2, "global_batch_size": 1, **ADAM}
+    config = toy.config(model, **knobs)
+    other = toy.config(replace(model, **older), **knobs) if "lr" not in older else toy.config(model, **knobs | older)
+    on_mesh(other.parallel, save_once, other, str(tmp_path))
+    on_mesh(config.parallel, save_later, config, str(tmp_path))
+    flip(tmp_path / "step-00000002" / "rank-00001.safetensors")
+    check_loadable(replace(config, checkpoint=CheckpointConfig(load=str(tmp_path))))
+    texts = on_mesh(config.parallel, load_refused, config, str(tmp_path), timeout=30)
+    assert texts[0] == texts[1] and texts[0].startswith("JobError: ")
+    assert "step-00000002/rank-00001.safetensors is damaged" in texts[0] and words in texts[0]
+    assert f"{tmp_path}/step-00000001 cannot take the place of step-00000002" in texts[0]
+
+
+def save_later(mesh: Mesh, config: Config, folder: str) -> None:
+    trainer, _ = build(mesh, config)
+    for _ in range(2):
+        trainer.step()
+    trainer.save(folder)
+
+
+def run_it(mesh: Mesh, config: Config) -> int:
+    trainer, _ = build(mesh, config)
+    trainer.run()
+    return trainer.steps
 
 
 def test_damaged_weights_alone_are_found_too(tmp_path: Path) -> None:
@@ -446,36 +502,8 @@ def test_damaged_weights_alone_are_found_too(tmp_path: Path) -> None:
     key = next(key for key in tensors if key.startswith("weight/layers.0.mlp.up"))
     tensors[key].view(torch.int32)[3, 4] ^= 1
     save_file(tensors, path)
-    with pytest.raises(RuntimeError, match=f"rank-00000.safetensors failed: .*{key} is damaged"):
+    with pytest.raises(JobError, match=f"rank-00000.safetensors is damaged: rows 0 to .* of {key} are not what"):
         checkpoint.load_weights(tmp_path, trainer.weights)
-
-
-def test_a_missing_part_of_a_tensor_is_found(tmp_path: Path) -> None:
-    """Every value counts: half a matrix, intact as far as it goes, is not enough."""
-    trainer, _ = lone_saved(tmp_path)
-    folder, name = tmp_path / "step-00000001", "layers.0.mlp.up.weight"
-    index = read_index(folder)
-    (stored,) = index["tensors"]["weight"][name]["boxes"]
-    tensors = load_file(folder / stored["file"])
-    half = tensors[stored["key"]][:88].clone()
-    save_file(tensors | {stored["key"]: half}, folder / stored["file"])
-    stored["box"][0], stored["crc32"] = [0, 88], zlib.crc32(half.numpy().tobytes())
-    (folder / "index.json").write_text(json.dumps(index))
-    assert f"lacks values of 1 tensors: weight of {name}" in attempt(lambda: trainer.load(str(tmp_path)))
-
-
-def test_a_missing_tensor_is_found(tmp_path: Path) -> None:
-    _, config = lone_saved(tmp_path)
-    path = tmp_path / "step-00000001" / "index.json"
-    index = json.loads(path.read_text())
-    del (
-        index["tensors"]["exp_avg"]["head.norm.weight"],
-        index["tensors"]["weight"]["layers.0.mlp.up.weight"]["boxes"][0],
-    )
-    path.write_text(json.dumps(index))
-    trainer = Trainer(config, Mesh.single(), toy.datasets(config.model))
-    text = attempt(lambda: trainer.load(str(tmp_path)))
-    assert "lacks values of 2 tensors: exp_avg of head.norm.weight, weight of layers.0.mlp.up.weight" in text
 
 
 def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
@@ -487,12 +515,6 @@ def test_a_wrong_path_is_refused(tmp_path: Path) -> None:
         at = replace(config, checkpoint=CheckpointConfig(load=str(tmp_path / wrong)))
         with pytest.raises(ConfigError, match="there is no checkpoint"):
             check_loadable(at)
-    (tmp_path / "run" / "step-00000001" / "index.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not a checkpoint's index"):
-        check_loadable(config)
-    (tmp_path / "run" / "step-00000001" / "index.json").write_text('{"format": 9, "meta": {}, "tensors": {}}')
-    with pytest.raises(ConfigError, match="format 9"):
-        check_loadable(config)
 
 
 @pytest.mark.slow
@@ -533,11 +555,9 @@ def test_what_a_resumed_run_changes_is_said(tmp_path: Path) -> None:
         optim=replace(config.optim, lr=0.5),
         batch=replace(config.batch, global_batch_size=4),
         run=replace(config.run, eval_interval=3),
+        checkpoint=replace(config.checkpoint, override_schedule=True),
     )
-    assert check_loadable(changed) == [
-        "global_batch_size 1 -> 4",
-        "lr 0.01 -> 0.5",
-    ]
+    assert check_loadable(changed) == ["global_batch_size 1 -> 4", "lr 0.01 -> 0.5"]
     with pytest.raises(ConfigError, match="step 1, beyond --train-steps 0"):
         check_loadable(replace(config, run=replace(config.run, train_steps=0)))
 

@@ -83,6 +83,8 @@ def test_lists_and_switches_in_the_file_can_be_overridden(tmp_path: Path) -> Non
 
 
 EQUAL = [
+    ("--finetune --load somewhere", "--load-weights-only --load somewhere"),
+    ("--override-opt_param-scheduler --load somewhere", "--override-schedule --load somewhere"),
     ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 --sequence-parallel", "--tp 2 --pp 2 --sp"),
     ("--tensor_model_parallel_size 2 --use_distributed_optimizer", "--tp 2 --zero 1"),
     ("--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 40000000", "--overlap --bucket-size 40000000"),

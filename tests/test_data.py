@@ -31,7 +31,7 @@ from megatron3d.data import (
     split_documents,
 )
 from megatron3d.indexed import IndexedDataset
-from megatron3d.rng import key64
+from megatron3d.keys import key64
 from tests.data import idx_tool
 
 SEQ = 5

@@ -2,64 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron3d import failures
+from megatron3d.config import ConfigError
+from megatron3d.data import MockDataset
+from megatron3d.flight import FAILED
+from megatron3d.launch import Launch
+from megatron3d.mesh import Mesh
 from megatron3d.signals import STOPPED, StopRequest
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ["--config", "tiny", "--mock-data", "--global-batch-size", "4", "--micro-batch-size", "2", "--num-layers", "2"]
-RUN = [*TINY, "--tp", "2", "--pp", "2", "--train-steps", "6", "--lr-schedule", "constant"]
-
-
-def launch(*words: str, restarts: int = 0) -> list[str]:
-    options = ["--nproc-per-node", "4", "--max-restarts", str(restarts), "--monitor-interval", "0.2"]
-    return [sys.executable, "-m", "torch.distributed.run", *options, *words]
-
-
-def run(*words: str, restarts: int = 0, timeout: float = 150) -> tuple[int, str, float]:
-    """Exit code of torchrun, everything it printed, seconds; no rank may be left behind."""
-    begin = time.monotonic()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = launch(*words, restarts=restarts)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
-    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+from tests import toy
+from tests.agent import SIZE, Child, Job, fork
+from tests.disturbed import MESH, RUN, SETTINGS, STEPS, Peace, assert_undisturbed, outcome, rows, words
 
 
 def inject(
-    kind: str, place: str, rank: int, step: int, *flags: str, once: str = "-", restarts: int = 0
-) -> tuple[int, str]:
-    mishap = ("tests/injected.py", kind, place, str(rank), str(step), once)
-    code, text, seconds = run(*mishap, *RUN, *flags, restarts=restarts)
-    assert seconds < 120, text
-    return code, text
+    folder: Path,
+    kind: str,
+    place: str,
+    rank: int | str,
+    step: int,
+    *flags: str,
+    times: str = "always",
+    restarts: int = 0,
+    real: bool = False,
+) -> Job:
+    """A job with one mishap (injected.py), and with its log in `folder`."""
+    mishap = ("tests/injected.py", kind, place, str(rank), str(step), times)
+    run = (*RUN, *MESH, "--log-dir", str(folder), *flags)
+    return Job(folder / "out", *mishap, *run, restarts=restarts, real=real)
 
 
-QUICK = [("forward", 3), ("data", 0)]
-ALL = [(place, rank) for place in ("forward", "backward", "data", "collective", "save") for rank in (0, 3)]
+FORKED = [(place, rank, False) for place in ("forward", "backward", "data", "collective", "save") for rank in (0, 3)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "rank"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.soak) for case in ALL]
-)
-def test_an_exception_on_one_rank_ends_all(place: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "rank", "real"), [*FORKED, ("forward", 3, True)])
+def test_an_exception_on_one_rank_ends_all(place: str, rank: int, real: bool, tmp_path: Path) -> None:
     """FAIL-01: non-zero, the first traceback with its rank, stage and step; every rank leaves by itself."""
-    flags = ["--save", str(tmp_path / "save"), "--save-interval", "2", "--log-dir", str(tmp_path)]
+    flags = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
     step = 2 if place == "save" else 3
-    code, text = inject("raise", place, rank, step, *flags)
+    code, text = inject(tmp_path, "raise", place, rank, step, *flags, real=real).end(timeout=60)
     assert code == 1
     if place == "save":
-        assert f"error: rank {rank}: saving failed: ArithmeticError: injected in save" in text
+        assert f"error: rank {rank}: saving step 2 failed: ArithmeticError: injected in save" in text
         assert not (tmp_path / "save" / "latest").exists()
         return
     assert text.count("ArithmeticError: injected in") >= 1 and "Traceback" in text
@@ -69,83 +67,221 @@ def test_an_exception_on_one_rank_ends_all(place: str, rank: int, tmp_path: Path
     assert "(SIGKILL)" not in text and "(SIGABRT)" not in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rank"), [pytest.param("exit", 2), pytest.param("SIGSTOP", 1, marks=pytest.mark.soak)]
-)
-def test_a_rank_that_is_gone_is_named(kind: str, rank: int, tmp_path: Path) -> None:
-    """Leaving with code 0, or standing still beyond --timeout-seconds: who was absent, at which step, in what."""
-    code, text = inject(kind, "step", rank, 3, "--timeout-seconds", "10", "--log-dir", str(tmp_path))
-    assert code == 1
+def assert_named(rank: int, text: str) -> None:
+    """Who was absent, at which step, in what."""
     assert f"no word from rank {rank}: absent at step 3" in text
     assert re.search(rf"failed at step 3: no answer from rank {rank}; step 3, \w+ over \w+ with ranks", text), text
 
 
+def until_missed(job: Job, rank: int) -> tuple[int, str, list[int]]:
+    """The end of a job in which this rank stands still, until another has missed it: exit code, words, processes."""
+    ranks = job.ranks()
+    job.says(f"no word from rank {rank}: absent at step 3")
+    os.kill(ranks[rank], signal.SIGCONT)
+    return *job.end(), ranks
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.soak)])
-def test_a_signal_to_one_rank_stops_all_at_one_step(name: str, tmp_path: Path) -> None:
-    """All save the same step and leave with the documented code; the run goes on at the next step (CKPT-07)."""
-    folders = ["--save", str(tmp_path / "save"), "--log-dir", str(tmp_path)]
-    code, text = inject(name, "step", 1, 3, *folders)
+def test_a_rank_that_has_left_is_named(tmp_path: Path) -> None:
+    """Without a word, and with code 0."""
+    code, text = inject(tmp_path, "exit", "step", 2, 3).end()
+    assert code == 1
+    assert_named(2, text)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
+    """Beyond --timeout-seconds. When it wakes up, it finds the others gone and leaves too."""
+    code, text, ranks = until_missed(inject(tmp_path, "SIGSTOP", "step", 1, 3, "--timeout-seconds", "5"), 1)
+    assert code == 1
+    assert_named(1, text)
+    assert f"process {ranks[1]} ended with 1\n" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rank", "real"),
+    [
+        ("SIGUSR1", 1, False),
+        ("SIGTERM", 1, False),
+        ("SIGTERM", "all", False),
+        ("SIGINT", "all", False),
+        pytest.param("SIGUSR1", 1, True, marks=pytest.mark.soak),
+    ],
+)
+def test_a_signal_stops_all_at_one_step(name: str, rank: int | str, real: bool, tmp_path: Path) -> None:
+    """CKPT-07: to one rank or to the whole group: all save the same step and leave with the documented code; the run
+    goes on at the next step. (There are no loader workers that could die first.)"""
+    save = str(tmp_path / "save")
+    code, text = inject(tmp_path, name, "step", rank, 3, "--save", save, real=real).end()
     assert code == 1 and "stopped after step 3, as asked" in text
     assert set(re.findall(r"exitcode\s*: (-?\d+)", text)) == {str(STOPPED)}, text
     assert (tmp_path / "save" / "latest").read_text().strip() == "step-00000003"
-    code, text, _ = run("pretrain_gpt.py", *RUN, *folders, "--load", str(tmp_path / "save"))
+    resumed = [*RUN, *MESH, "--log-dir", str(tmp_path), "--save", save, "--load", save]
+    code, text = Job(tmp_path / "resumed", "pretrain_gpt.py", *resumed).end()
     assert code == 0, text
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), [("raise", 0), ("raise", "all"), ("SIGKILL", 1)])
+@pytest.mark.usefixtures("quick_roll_call")
+def test_a_crash_that_repeats_is_given_up(kind: str, rank: int | str, tmp_path: Path) -> None:
+    """After the second time; ranks that fail together have failed once, and one that is killed has failed, too."""
+    flags = ["--save", str(tmp_path / "save"), "--auto-resume"]
+    code, text = inject(tmp_path, kind, "forward", rank, 3, *flags, restarts=2).end()
+    assert code == 1 and "has failed 2 times in a row at step 3" in text
+    told = (
+        "ArithmeticError: injected in forward\nrank 0" if kind == "raise" else "no word from rank 1: absent at step 3"
+    )
+    assert text.count(told) == 2
 
 
-SEEDS = [pytest.param(seed, marks=() if seed < 1 else pytest.mark.soak) for seed in range(100)]
+def test_nobody_stays_where_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host may stand still, too: who has failed leaves all the same."""
+
+    class Silent:
+        def __init__(self, *_: object) -> None:
+            time.sleep(60)
+
+    def body() -> None:
+        with failures.told(toy.config(), Mesh.single(), Launch()):
+            raise ArithmeticError("injected")
+
+    monkeypatch.setattr(failures, "RollCall", Silent)
+    monkeypatch.setattr(failures, "FAREWELL_SECONDS", 0.2)
+    assert Child(fork(body)).wait(timeout=10) == FAILED
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    code, text, _ = run("pretrain_gpt.py", *RUN, "--log-dir", str(folder), "--save", str(folder / "save"))
-    assert code == 0, text
-    return [*losses(folder), *checksums(folder)]
+@pytest.mark.slow
+def test_damaged_samples_are_the_failure_of_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found in the middle of a run, by one rank: no silence, and nobody is called absent."""
+    damaged = MockDataset.sample
+
+    def sample(self: MockDataset, index: int) -> Any:
+        if index == 11:  # of step 3
+            raise ConfigError("id 999 is outside the vocabulary")
+        return damaged(self, index)
+
+    monkeypatch.setattr(MockDataset, "sample", sample)
+    code, text = Job(tmp_path / "out", "pretrain_gpt.py", *words(tmp_path, ["--pp", "2"])).end(timeout=60)
+    assert code == 1 and "no word from" not in text
+    what = "failed at step 3: RuntimeError: samples 10 to 11: id 999"
+    assert re.search(rf"^rank \d \(stage \d, data-parallel 1, .*\) {what}", text, re.M), text
 
 
-def checksums(folder: Path) -> list[float]:
-    """Of every box of the last checkpoint: equal exactly where all weights and moments are."""
-    index = json.loads((folder / "save" / "step-00000006" / "index.json").read_text())
-    return [
-        box["crc32"]
-        for kind in sorted(index["tensors"])
-        for name in sorted(index["tensors"][kind])
-        for box in sorted(index["tensors"][kind][name]["boxes"], key=lambda box: box["box"])
-    ]
+# Kills ----------------------------------------------------------------------------------------------------------------
+
+
+def kill(job: Job, rank: int, moment: float) -> bool:
+    """Kills a rank of the first attempt so many seconds after it has started; False if it had ended by then."""
+    victim = job.ranks()[rank]
+    time.sleep(moment)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    return f"process {victim} ended with -9\n" in job.end()[1]
+
+
+SEEDS = [pytest.param(seed, marks=() if seed < 10 else pytest.mark.soak) for seed in range(100)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_killed_ranks_change_nothing(seed: int, undisturbed: list[float], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_roll_call")
+def test_killed_ranks_change_nothing(seed: int, in_peace: Callable[[str], Peace], tmp_path: Path) -> None:
     """SIGKILL of a random rank at a random moment under --max-restarts: the final state is that of a run in peace."""
     generator = random.Random(seed)
-    place, rank, step = (
-        generator.choice(["step", "forward", "backward"]),
-        generator.randrange(4),
-        generator.randint(1, 6),
-    )
-    flags = ["--save", str(tmp_path / "save"), "--save-interval", "2", "--log-dir", str(tmp_path), "--auto-resume"]
-    code, text = inject("SIGKILL", place, rank, step, *flags, once=str(tmp_path / "killed"), restarts=2)
-    assert code == 0, text
-    assert (tmp_path / "killed").exists()
-    assert [*losses(tmp_path), *checksums(tmp_path)] == undisturbed
+    name = list(SETTINGS)[seed % len(SETTINGS)]
+    peace = in_peace(name)
+    rank, moment = generator.randrange(SIZE), generator.uniform(0, peace.seconds)
+    folder, killed = tmp_path, False
+    while not killed:
+        folder = tmp_path / f"{moment:.3f}"
+        folder.mkdir()
+        job = Job(folder / "out", "pretrain_gpt.py", *words(folder, SETTINGS[name]), restarts=1)
+        killed = kill(job, rank, moment)
+        moment /= 2  # it was too late
+    code, text = job.end()
+    assert_undisturbed(code, text, folder, peace)
+
+
+PLACES = [
+    ("groups", 1, 0),
+    ("load", 2, 0),
+    ("save", 3, 4),
+    ("index", 0, 4),
+    ("rename", 0, 4),
+    ("latest", 0, 4),
+    ("evaluate", 1, 3),
+    ("close", 2, STEPS),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.soak
-def test_a_crash_that_repeats_is_given_up(tmp_path: Path) -> None:
-    flags = ["--save", str(tmp_path), "--auto-resume"]
-    code, text = inject("raise", "forward", 0, 3, *flags, restarts=5)
-    assert code == 1 and "has failed 2 times in a row at step 3" in text
-    assert text.count("ArithmeticError: injected in forward\nrank 0") == 2
+@pytest.mark.parametrize(
+    ("place", "rank", "step", "real"), [*((*place, False) for place in PLACES), ("step", 3, 5, True)]
+)
+@pytest.mark.usefixtures("quick_roll_call")
+def test_kills_where_they_hurt(
+    place: str, rank: int, step: int, real: bool, in_peace: Callable[[str], Peace], tmp_path: Path
+) -> None:
+    """Of a run that goes on at step 2, so that loading and the rows of lost steps are among them: while the groups are
+    made, inside a save and between its renames, in an evaluation, and when all is done but the leaving."""
+    settings = "tp 2, pp 2"
+    peace = in_peace(settings)
+    shutil.copytree(peace.folder / "save" / "step-00000002", tmp_path / "save" / "step-00000002")
+    shutil.copy(peace.folder / "metrics.jsonl", tmp_path)
+    mishap = ("tests/injected.py", "SIGKILL", place, str(rank), str(step), "once")
+    job = Job(tmp_path / "out", *mishap, *words(tmp_path, SETTINGS[settings]), restarts=1, real=real)
+    code, text = job.end()
+    assert f"injected SIGKILL in {place}\n" in text, text
+    assert_undisturbed(code, text, tmp_path, peace)
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_together_are_tried_again(in_peace: Callable[[str], Peace], tmp_path: Path) -> None:
+    """Four ranks that raise at one step are one failure, not four in a row."""
+    settings = "tp 2, pp 2"
+    mishap = ("tests/injected.py", "raise", "forward", "all", "3", "once")
+    code, text = Job(tmp_path / "out", *mishap, *words(tmp_path, SETTINGS[settings]), restarts=1).end()
+    assert code == 0, text
+    assert text.count("ArithmeticError: injected in forward\nrank") > 1
+    assert outcome(tmp_path) == outcome(in_peace(settings).folder)
+
+
+# What a rank of the agent in agent.py sees ----------------------------------------------------------------------------
+
+WHAT_IT_SEES = """
+import json, os, signal, sys
+from pathlib import Path
+mine = {"argv": sys.argv, "name": __name__, "path": sys.path[0], "session": os.getsid(0) == os.getpid()}
+mine["folder"] = os.getcwd()
+mine["environment"] = dict(os.environ)
+mine["signals"] = [str(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+mine["open"] = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(mine))
+"""
+ITS_OWN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+
+
+@pytest.mark.slow
+def test_forked_ranks_see_what_torchrun_gives(tmp_path: Path) -> None:
+    """These tests are worth as much as their agent is like torchrun."""
+    script = tmp_path / "script.py"
+    script.write_text(WHAT_IT_SEES)
+    seen = []
+    for real in (False, True):
+        code, text = Job(tmp_path / f"{real}.out", str(script), str(tmp_path), real=real).end()
+        assert code == 0, text
+        seen.append([json.loads((tmp_path / str(rank)).read_text()) for rank in range(SIZE)])
+    for forked, executed in zip(*seen, strict=True):
+        assert ITS_OWN.issubset(forked["environment"])
+        for name in ITS_OWN:
+            del forked["environment"][name], executed["environment"][name]
+        assert forked == executed
+
+
+# Requests to stop -----------------------------------------------------------------------------------------------------
 
 
 def test_signals_are_noted_and_handlers_restored() -> None:

@@ -94,13 +94,16 @@ LAYOUTS = [{"tp": 2, "pp": 2, "dp": 2}, {"dp": 3, "global_batch_size": 6}, {"pp"
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_overflow_on_one_rank_is_everybodys(layout: dict[str, Any]) -> None:
-    """Same skipped steps, scale and Adam counts on all ranks and layouts (RES-14; RES-06 in the next test)."""
+    """Same skipped steps, scale, Adam counts and losses on all ranks and layouts (RES-14; RES-06 is below)."""
     config = toy.config(**{**FP16, **layout})
+    one = toy.config(**{**FP16, "global_batch_size": config.batch.global_batch_size})
+    alone = toy.train(one, steps=5, before=Overflow(rank=0, steps=(2, 4)))
     run = toy.train(config, steps=5, before=Overflow(rank=1, steps=(2, 4)), after=counts)
     assert [step.applied for step in run.steps] == [True, False, True, False, True]
     assert run.extra == [(LossScale(enabled=True, value=INITIAL / 2, good_steps=1, patience=1), 2, 0, 3)] * len(
         run.extra
     )
+    assert run.losses == pytest.approx(alone.losses, rel=2e-3), "what fp16 rounds differently on another layout"
     assert all(torch.isfinite(value).all() for value in run.weights.values())
 
 

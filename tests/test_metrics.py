@@ -145,13 +145,18 @@ def resumed(folder: Path, left_by_the_interrupted_run: str, first_step: int) -> 
 
 
 def test_a_resumed_run_cuts_what_came_after(tmp_path: Path) -> None:
-    """Rows after the loaded step go, and broken lines; a last line that is whole but for its end stays."""
+    """Rows after the loaded step go, and broken lines; a last line that is whole but for its end stays. What goes is
+    kept beside: it may be another run's."""
     lines = [json.dumps(row_of(step)) + "\n" for step in range(1, 6)]
     assert resumed(tmp_path / "a", "".join(lines), 3) == [1, 2, 3, 4]
+    assert (tmp_path / "a" / "metrics-cut.jsonl").read_text() == "".join(lines[3:])
     assert resumed(tmp_path / "b", "".join(lines[:3]) + lines[3][:40], 3) == [1, 2, 3, 4]
     assert resumed(tmp_path / "c", "".join(lines[:2]) + lines[2][:-1], 3) == [1, 2, 3, 4]
     assert resumed(tmp_path / "d", "".join(lines[:2]) + "7\n{}\n" + lines[2], 3) == [1, 2, 3, 4]
+    assert (tmp_path / "d" / "metrics-cut.jsonl").read_text() == "7\n{}\n"
     assert resumed(tmp_path / "e", "".join(lines), 0) == [1]
+    assert resumed(tmp_path / "f", "".join(lines[:3]), 3) == [1, 2, 3, 4]
+    assert not (tmp_path / "f" / "metrics-cut.jsonl").exists()
 
 
 def test_only_one_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

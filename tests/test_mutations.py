@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,6 +140,13 @@ def first_keys_for_every_rank(original: Any) -> Any:
             self.key_of_query = [i // shared_by for i in range(self.queries)]
 
     return init
+
+
+def first_shard_alone(stats: Tensor) -> Tensor:
+    """(ranks, 3, N) with all shards but the first one empty."""
+    empty = torch.zeros_like(stats[1:])
+    empty[:, 0] = -math.inf
+    return torch.cat([stats[:1], empty])
 
 
 def counted_on_every_tensor_rank(original: Any) -> Any:
@@ -373,7 +381,7 @@ SEEN_BY: list[tuple[Killer, list[Mutation]]] = [
             mutation("ids of other shards are looked up too", (layers._Lookup, "apply", everything_is_here)),
             mutation(
                 "the softmax is over the first shard",
-                (kernels, "cross_entropy_merge", with_arguments(stats=lambda stats: stats[:1])),
+                (kernels, "cross_entropy_merge", with_arguments(stats=first_shard_alone)),
             ),
             mutation("gate and up are swapped on rank 1", (trainer, "local_tensors", gate_and_up_swapped_on_rank_1)),
             mutation("QK norm gradients are not summed", (trainer, "param_table", taken_for_whole("y_norm."))),

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent import Job
+from tests.disturbed import RUN, STEPS
 from tools import compare_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,6 +165,14 @@ def test_a_tethered_process_ends_with_its_parent() -> None:
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.kill()
     assert process.communicate(timeout=10)[0] == "told\n"
+
+
+@pytest.mark.slow
+def test_two_jobs_on_one_machine_find_their_own_ports(tmp_path: Path) -> None:
+    """FAIL-05: both run."""
+    jobs = [Job(tmp_path / name, "pretrain_gpt.py", *RUN, "--pp", "2") for name in ("one", "other")]
+    for code, text in [job.end() for job in jobs]:
+        assert code == 0 and f"step {STEPS}/{STEPS}" in text, text
 
 
 @pytest.mark.skipif("check_rendezvous" not in PROGRAM, reason="the program does not check its meeting point")

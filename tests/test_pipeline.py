@@ -63,9 +63,11 @@ def test_fewer_microbatches_than_stages(model: ModelConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "pp", "stage_layers"), [(5, 2, ()), (5, 2, (1, 4)), (7, 4, ())], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "pp", "stage_layers"), [(5, 2, ()), (5, 2, (1, 4)), (7, 4, ()), (1, 2, (1, 0))], ids=str
+)
 def test_uneven_stages(layers: int, pp: int, stage_layers: tuple[int, ...]) -> None:
-    """DIV-01: 5 layers over 2 stages, 7 over 4, and a split by hand."""
+    """DIV-01: 5 layers over 2 stages, 7 over 4, and splits by hand, one of them with a stage of the head alone."""
     model = replace(toy.LLAMA, num_layers=layers)
     config = toy.config(model, pp=pp, stage_layers=stage_layers, global_batch_size=4, dtype="fp64")
     assert sum(config.parallel.stage_layers) == layers

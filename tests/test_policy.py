@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron3d import crashes
+from megatron3d import crashes, kernels
 from megatron3d.config import CheckpointConfig, Config, ConfigError, JobError, LogConfig
 from megatron3d.loss_scale import FLOOR, LossScale
 from megatron3d.mesh import Mesh
@@ -37,19 +38,41 @@ def lone(config: Config, break_at: int = 0, broken: str = "layers.1.mlp.down.wei
     return trainer
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_is_a_bad_step(
+    value: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the gradients of the same step are finite."""
+    merge = kernels.cross_entropy_merge
+
+    def overflowing(stats: Tensor, labels: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        loss, share = merge(stats, labels, rank)
+        loss[0] = value
+        return loss, share
+
+    monkeypatch.setattr(kernels, "cross_entropy_merge", overflowing)
+    trainer = lone(tiny(max_bad_steps=2))
+    before = [span.master.clone() for span in trainer.optimizer.spans]
+    with pytest.raises(JobError, match="2 steps in a row, up to step 2, had no finite gradient or loss"):
+        trainer.run()
+    assert all(torch.equal(span.master, one) for span, one in zip(trainer.optimizer.spans, before, strict=True))
+    assert f"step 1 skipped, 1 in a row: loss {value}, gradient norm " in capsys.readouterr().out
+
+
 def tiny(**knobs: Any) -> Config:
     return toy.config(replace(toy.LLAMA, num_layers=2), global_batch_size=2, train_steps=12, **knobs)
 
 
-def test_a_dead_run_ends_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_a_dead_run_ends_and_says_where(clip: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FAIL-07: the step is skipped, counted, named; after --max-bad-steps the run ends, and nothing of it is saved."""
-    config = tiny(max_bad_steps=3)
+    config = tiny(max_bad_steps=3, clip_grad=clip)
     config = replace(
         config,
         checkpoint=CheckpointConfig(save=str(tmp_path / "save"), save_interval=2),
         log=LogConfig(log_dir=str(tmp_path)),
     )
-    with pytest.raises(JobError, match="3 steps in a row, up to step 7, had no finite gradient"):
+    with pytest.raises(JobError, match="3 steps in a row, up to step 7, had no finite gradient or loss"):
         lone(config, break_at=5).run()
     out = capsys.readouterr().out
     assert "step 5 skipped, 1 in a row: gradient of layers.1.mlp.down.weight is not finite (rank 0, stage 0)" in out

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron3d.rng import TILE, dropout_mask, init_normal, key64, philox
+from megatron3d.keys import key64
+from megatron3d.rng import TILE, dropout_mask, init_normal, philox
 
 SHAPE = (TILE * 2 + 7, TILE + 130)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 
@@ -308,6 +309,31 @@ def test_split_layers() -> None:
     assert split_layers(7, 4) == (2, 2, 2, 1)
     assert split_layers(5, 2) == (3, 2)
     for layers, stages in itertools.product(range(1, 40), range(1, 9)):
+        if layers < stages:
+            with pytest.raises(ValueError, match=f"{layers} layers cannot fill {stages} stages"):
+                split_layers(layers, stages)
+            continue
         split = split_layers(layers, stages)
         assert sum(split) == layers and len(split) == stages
         assert max(split) - min(split) <= 1 and list(split) == sorted(split, reverse=True)
+
+
+@pytest.mark.parametrize("head", [0.0, 0.17, 1.0, 2.65, 7.5])
+def test_a_heavy_head_takes_layers_from_the_last_stage(head: float) -> None:
+    """No split of the same layers has a faster slowest stage."""
+    assert split_layers(4, 2, 2.65) == (3, 1) and split_layers(63 * 2, 2, 0.65) == (63, 63)
+    assert split_layers(4, 4, 2.65) == (2, 1, 1, 0) and split_layers(3, 4, head or 0.1) == (1, 1, 1, 0)
+    for layers, stages in [(4, 2), (4, 4), (7, 3), (9, 4)]:
+        cuts = itertools.combinations(range(1, layers + (head > 0)), stages - 1)
+        every = [[b - a for a, b in itertools.pairwise([0, *cut, layers])] for cut in cuts]
+        best = min(max(*split[:-1], split[-1] + head) for split in every)
+        chosen = split_layers(layers, stages, head)
+        assert max(*chosen[:-1], chosen[-1] + head) == best
+
+
+def test_any_number_of_layers_is_split_at_once() -> None:
+    """A checkpoint that anyone may have written says how many there are."""
+    began = time.monotonic()
+    assert split_layers(10**9, 2) == (10**9 // 2, 10**9 // 2)
+    assert split_layers(10**9, 3, 2.65) == (333_333_334, 333_333_334, 333_333_332)
+    assert time.monotonic() - began < 1

@@ -129,6 +129,26 @@ def test_resumes_only_where_there_is_a_checkpoint(stubbed: Stubbed, spelling: li
     assert stubbed.srun()[-4:] == ["--tp", "2", "--load", "here/kept"]
 
 
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        (["--save", "here"], ["--auto-resume"]),
+        (["--save=here", "--load", "base", "--load-weights-only"], ["--auto-resume"]),
+        (["--config", "run.toml"], ["--auto-resume"]),
+        (["--config=other.toml"], []),
+        (["--save", "here", "--auto-resume"], []),
+        (["--tp", "2"], []),
+    ],
+)
+def test_any_run_that_saves_goes_on_by_itself(stubbed: Stubbed, words: list[str], added: list[str]) -> None:
+    """At the first turn and at later ones, by the same words, which the program accepts."""
+    (stubbed.folder / "run.toml").write_text('[checkpoint]\nsave = "here"\n')
+    (stubbed.folder / "other.toml").write_text("[checkpoint]\nsave_interval = 5\n")
+    stubbed.run(*words)
+    given = stubbed.srun()
+    assert given[given.index("pretrain_gpt.py") + 1 :] == [*words, *added]
+
+
 @pytest.mark.parametrize(("code", "requeued"), [(1, True), (0, False)])
 def test_usr1_reaches_the_step_and_queues_the_job_again(stubbed: Stubbed, code: int, requeued: bool) -> None:
     """A run that was asked to stop is queued again; one that was just done is not."""
@@ -286,7 +306,9 @@ def test_a_good_run_and_a_resumed_one(slurm: Slurm, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "kept"), "--log-dir", str(tmp_path / "log")]
     assert slurm.end(slurm.submit("--train-steps", "3", *save)) == ("COMPLETED", "0:0"), slurm.log()
     assert "on 4 x cpu" in slurm.log() and "from step 0 to 3" in slurm.log()
-    assert slurm.end(slurm.submit("--train-steps", "5", *save)) == ("COMPLETED", "0:0"), slurm.log()
+    assert slurm.end(slurm.submit("--train-steps", "5", "--override-schedule", *save)) == ("COMPLETED", "0:0"), (
+        slurm.log()
+    )
     assert "from step 3 to 5" in slurm.log(), "the second job resumes without being told to"
 
 

@@ -102,7 +102,7 @@ def test_generate_refuses_in_one_paragraph(flags: list[str], words: str) -> None
 def test_the_tokenizer_of_a_run_may_be_gone(tokenizer: str) -> None:
     """The message says where the name comes from, and how to give another."""
     with pytest.raises(ConfigError, match="The run that saved folder .*" + tokenizer + ".*--tokenizer overrides"):
-        generate.tokenizer_of_run(Config(data=DataConfig(tokenizer=tokenizer)), "folder")
+        generate.tokenizer_of_run(Config(data=DataConfig(tokenizer=tokenizer)), "folder", Path("nowhere"))
 
 
 def write_run(folder: Path, losses: list[float | None]) -> str:

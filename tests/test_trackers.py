@@ -11,6 +11,7 @@ import json
 import os
 import struct
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,9 +20,10 @@ from typing import Any
 
 import pytest
 
+from megatron3d import trackers
 from megatron3d.config import CheckpointConfig, Config, ConfigError, LogConfig
 from megatron3d.mesh import Mesh
-from megatron3d.resume import read_index
+from megatron3d.shelf import find
 from megatron3d.trainer import Trainer
 from megatron3d.validate import resolve
 from tests import toy
@@ -127,12 +129,12 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(fake: FakeWandb, tmp_path: 
     """METR-08, METR-09: run to 4, resume from 2: the same id, every point of both, one init and one finish a run."""
     run(small(tmp_path, WANDB, save_interval=2))
     saved = tmp_path / "checkpoints"
-    assert read_index(saved)["meta"]["wandb_id"] == "made-up"
+    assert find(saved).index.meta["wandb_id"] == "made-up"
     (saved / "latest").write_text("step-00000002\n")
     resumed = run(small(tmp_path, WANDB, save_interval=2, load=True))
     assert [init["id"] for init in fake.inits] == [None, "made-up"] and fake.ends == [0, 0]
     assert [numbers["step"] for numbers in fake.logged] == [1, 2, 3, 4, 3, 4]
-    assert resumed.wandb_id == "made-up" and read_index(saved)["meta"]["wandb_id"] == "made-up"
+    assert resumed.wandb_id == "made-up" and find(saved).index.meta["wandb_id"] == "made-up"
 
 
 def test_the_id_outlives_a_resume_without_wandb(fake: FakeWandb, tmp_path: Path) -> None:
@@ -156,6 +158,23 @@ def test_finish_also_on_error(fake: FakeWandb, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ArithmeticError):
         run(small(tmp_path, WANDB))
     assert len(fake.inits) == 1 and fake.ends == [1]
+
+
+def test_a_failure_is_not_held_up(fake: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a network that is away: the other ranks have yet to hear of it."""
+    answer, ended = threading.Event(), threading.Event()
+
+    def finish(exit_code: int) -> None:
+        answer.wait(20)
+        ended.set()
+
+    monkeypatch.setattr(trackers, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(fake, "finish", finish)
+    monkeypatch.setattr(Trainer, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(small(tmp_path, WANDB))
+    assert not ended.is_set()
+    answer.set()
 
 
 @pytest.mark.parametrize(("call", "logged", "ends"), [("init", 0, 0), ("log", 0, 0), ("finish", 4, 1)])

@@ -14,7 +14,7 @@ from megatron3d.config import CheckpointConfig, Config, LogConfig
 from megatron3d.data import Datasets, load_microbatch
 from megatron3d.lr import learning_rate
 from megatron3d.mesh import Mesh
-from megatron3d.resume import read_index
+from megatron3d.shelf import find
 from megatron3d.trainer import Trainer
 from tests import reference, toy
 from tests.lone import lone_trainer, reference_weights, whole_weights
@@ -49,7 +49,7 @@ def test_saves_every_so_often_and_at_the_end(interval: int, expected: list[int],
     config = toy.config(global_batch_size=1, train_steps=5)
     trainer = run(keeping(config, tmp_path, save_interval=interval))
     assert saved_steps(tmp_path) == ["latest", *(f"step-{step:08d}" for step in expected)]
-    assert read_index(tmp_path / "checkpoints")["meta"]["step"] == trainer.steps == 5
+    assert find(tmp_path / "checkpoints").index.meta["step"] == trainer.steps == 5
 
 
 def test_a_run_is_taken_up_where_it_was_left(tmp_path: Path) -> None:

@@ -128,16 +128,18 @@ WRONG = [
     ("dp negative", 1, "--dp -1", "--dp is -1|at least 0"),
     ("no time-out", 1, "--timeout-seconds 0", "--timeout-seconds is 0|at least 1"),
     ("no bucket", 1, "--bucket-size 0", "--bucket-size is 0|at least 1"),
+    ("time-out of ages", 1, f"--timeout-seconds {2**31}", f"--timeout-seconds is {2**31}|below {2**31}"),
     # Sizes over axes
     ("heads over tp", 3, "--tp 3", "--tp 3|--num-attention-heads 4|1, 2 or 4"),
     ("heads over tp, with ffn", 8, "--tp 8 --ffn-hidden-size 100", "--tp 8|-heads 4|--ffn-hidden-size 100"),
     ("ffn over tp", 4, "--tp 4 --ffn-hidden-size 90", "--tp 4|--ffn-hidden-size 90|1 or 2"),
     ("sequence over tp", 4, "--tp 4 --seq-length 30", "--tp 4|--seq-length 30|1 or 2|--no-sp"),
-    ("more stages than layers", 8, "--pp 8", "--num-layers 4|--pp 8|at most 4"),
+    ("more stages than layers", 8, "--pp 8", "--num-layers 4|--pp 8|at most 5"),
     ("stage list too short", 3, "--pp 3 --stage-layers 3,1", "3,1|2 stages|--pp 3|2,1,1"),
     ("DIV-01 stage list loses a layer", 2, "--num-layers 5 --pp 2 --stage-layers 2,2", "4 layers|--num-layers 5|3,2"),
-    ("empty stage", 2, "--pp 2 --stage-layers 4,0", "4,0|at least one layer|2,2"),
-    ("stage list of one stage", 1, "--stage-layers 3,1", "3,1|--pp 1 stages|An even split is 4"),
+    ("empty first stage", 2, "--pp 2 --stage-layers 0,4", "0,4|at least one layer|2,2"),
+    ("fewer than none", 2, "--pp 2 --stage-layers 5,-1", "5,-1|at least one layer|2,2"),
+    ("stage list of one stage", 1, "--stage-layers 3,1", "3,1|--pp 1 stages|A balanced split is 4"),
     # The model by itself
     ("no layers", 1, "--num-layers 0", "--num-layers is 0|at least 1"),
     ("hidden a large prime", 1, "--hidden-size 1000000007 --num-attention-heads 2", "Choose 1 or 1000000007 heads"),
@@ -179,6 +181,7 @@ WRONG = [
     ("weight decay negative", 1, "--weight-decay -0.1", "--weight-decay is -0.1|at least 0"),
     # Run, data, files
     ("no steps", 1, "--train-steps 0", "--train-steps is 0|at least 1"),
+    ("steps without end", 1, f"--train-steps {10**30}", f"--train-steps is {10**30}|below {2**31}"),
     ("seed negative", 1, "--seed -1", "--seed is -1|at least 0"),
     ("seed too large", 1, f"--seed {2**63}", f"--seed is {2**63}|below {2**63}"),
     ("no data", 1, "--no-mock-data", "--data-path|--mock-data"),
@@ -190,6 +193,7 @@ WRONG = [
     ("split of words", 1, "--data-path corpus --split a,b,c", "'a,b,c'|one to three numbers"),
     ("split without training", 1, "--data-path corpus --split 0,1,0", "--split 0,1,0|training|positive"),
     ("split negative", 1, "--data-path corpus --split 5,-1,1", "--split 5,-1,1|below 0"),
+    ("split without end", 1, "--data-path corpus --split 1e999999999", "'1e999999999'|one to three numbers"),
     ("only training to evaluate on", 1, "--data-path x --split 100 --eval-interval 5", "interval 5|--split 100 leaves"),
     ("nothing to evaluate on", 1, "--data-path x --split 1,0,0 --eval-interval 5", "--eval-interval 5|--split 1,0,0"),
     ("endless evaluation", 1, "--eval-interval 5 --eval-steps 0", "--eval-steps 0|no end|at least 1"),
@@ -241,6 +245,12 @@ def test_wrong_scaling_is_refused(toml: str, wanted: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         resolve(config, world_size=1)
     assert [word for word in wanted if word not in str(refusal.value)] == []
+
+
+def test_no_text_has_a_null_character() -> None:
+    """No word of a command line can have one, but a file can, and the system takes no such path."""
+    with pytest.raises(ConfigError, match=r"--log-dir 'a\\x00' has a null character"):
+        resolve(from_toml('[log]\nlog_dir = "a\\u0000"\n'), world_size=1)
 
 
 def test_a_world_has_processes() -> None:

@@ -30,7 +30,8 @@ say "3. Pre-training on 8 processes: tensor parallel 4 x pipeline parallel 2"
 "$bin/torchrun" --nproc-per-node 8 "${run[@]}" --tp 4 --pp 2 --train-steps 240
 
 say "4. Resuming on another layout: tensor parallel 2 x pipeline parallel 2 x data parallel 2"
-"$bin/torchrun" --nproc-per-node 8 "${run[@]}" --tp 2 --pp 2 --micro-batch-size 4 --train-steps 260 --load "$out/checkpoints"
+"$bin/torchrun" --nproc-per-node 8 "${run[@]}" --tp 2 --pp 2 --micro-batch-size 4 --train-steps 260 --override-schedule \
+    --load "$out/checkpoints"
 
 say "5. A text from the model"
 "$bin/python" tools/generate.py --load "$out/checkpoints" --prompt $'def read_file(path):\n    ' --max-new-tokens 80

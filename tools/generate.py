@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron3d.cli import parse_tool
 from megatron3d.config import Config, ConfigError
@@ -21,7 +22,8 @@ class Flags:
     load: str
     """Checkpoint folder, as given to --save."""
     tokenizer: str = ""
-    """A SentencePiece model file, or `byte`; default: the one the run was trained with."""
+    """A SentencePiece model file, a tokenizer.json of Hugging Face's, or `byte`; default: the one the run was trained
+    with."""
     prompt: str = ""
     """Text to continue; empty: begin a new document."""
     max_new_tokens: int = 128
@@ -45,13 +47,19 @@ def main(argv: Sequence[str]) -> None:
             f"--top-k {flags.top_k} at least 0 and finite."
         )
     from megatron3d.checkpoint import load_weights
+    from megatron3d.index import COMPANIONS
     from megatron3d.inference import sample
     from megatron3d.mesh import Mesh
-    from megatron3d.resume import read_index, saved_config
+    from megatron3d.resume import saved_config
+    from megatron3d.shelf import find
     from megatron3d.trainer import build_model
 
-    config = on_one_process(saved_config(read_index(flags.load)))
-    tokenizer = load_tokenizer(flags.tokenizer) if flags.tokenizer else tokenizer_of_run(config, flags.load)
+    found = find(flags.load)
+    config = on_one_process(saved_config(found.index))
+    if flags.tokenizer:
+        tokenizer = load_tokenizer(flags.tokenizer)
+    else:
+        tokenizer = tokenizer_of_run(config, flags.load, found.path / COMPANIONS)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} ids and the model {config.model.vocab_size}; give the tokenizer "
@@ -77,10 +85,12 @@ def main(argv: Sequence[str]) -> None:
         print(flags.prompt + text)
 
 
-def tokenizer_of_run(config: Config, folder: str) -> Tokenizer:
+def tokenizer_of_run(config: Config, folder: str, companions: Path) -> Tokenizer:
     """The tokenizer that a run was trained with. ConfigError, saying where the name comes from."""
+    from megatron3d.resume import kept_tokenizer
+
     try:
-        return load_tokenizer(config.data.tokenizer)
+        return load_tokenizer(kept_tokenizer(config, companions))
     except ConfigError as error:
         raise ConfigError(
             f"The run that saved {folder} leaves no usable tokenizer. {error} --tokenizer overrides the run's."

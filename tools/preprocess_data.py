@@ -31,7 +31,7 @@ class Flags:
     output: str
     """Prefix of the .bin and .idx files to write."""
     tokenizer: str
-    """A SentencePiece model file, or `byte`."""
+    """A SentencePiece model file, a tokenizer.json of Hugging Face's, or `byte`."""
     glob: str = "**/*.txt"
     """Files to take from a folder."""
     exclude: tuple[str, ...] = ()

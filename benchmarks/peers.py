@@ -1,0 +1,223 @@
+"""This project beside its peers: one problem, the layouts of rows.py, one table. See --help.
+
+The one idea: a machine's speed drifts, so contenders take turns. A round runs plain PyTorch and each contender once, in
+an order that moves on from round to round; ratios are taken within a round. Each run is a job of its own, started as a
+user would start it, with one thread a rank. Whatever fails is reported with its last words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from benchmarks import problem, table
+from benchmarks.rows import MODULES, PLAIN, ROWS, Contender, Library, Row
+from megatron3d.cli import parse_tool
+from megatron3d.config import ConfigError
+from megatron3d.launch import user_errors
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES: dict[Library, str] = {"torch": "torch", "deepspeed": "deepspeed", "megatron-core": "megatron-core"}
+GRACE = 40  # seconds that torchrun has to end its ranks; it takes 30 to lose patience with one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Flags of the comparison."""
+
+    rows: tuple[str, ...] = tuple(row.key for row in ROWS)
+    """Layouts to compare."""
+    rounds: int = 3
+    """How often each contender runs."""
+    steps: int = problem.STEPS
+    """Steps of a run; the first 3 are not timed."""
+    deepspeed: str = ""
+    """Python interpreter of an environment with DeepSpeed; empty: leave it out."""
+    megatron_core: str = ""
+    """Python interpreter of an environment with megatron-core; empty: leave it out."""
+    timeout: int = 300
+    """Seconds after which a run has failed."""
+    json: str = ""
+    """File for all that was measured."""
+    source: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """Such a file: render its table again instead of measuring."""
+    write: str = ""
+    """Markdown document whose table is replaced."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures or reads, prints the table; 1 if some contender failed or computed something else."""
+    flags = parse_tool(Flags, argv, description="Speed, losses and memory of this project and its peers, on CPUs.")
+    if min(flags.rounds, flags.steps) < 1:
+        raise ConfigError(f"--rounds {flags.rounds} --steps {flags.steps}: both must be at least 1.")
+    document = place_for_table(flags.write)
+    results = measured_before(flags.source) if flags.source else measure(flags)
+    rendered = table.render(results)
+    print(rendered)
+    if document:
+        Path(flags.write).write_text(table.insert(document, rendered))
+    return 1 if table.problems(results) else 0
+
+
+def measured_before(path: str) -> table.Results:
+    """What an earlier comparison kept. Raises ConfigError where that cannot be read."""
+    try:
+        results: table.Results = json.loads(Path(path).read_text())
+        table.render(results)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--from {path} is not what --json writes: {type(error).__name__}: {error}.") from error
+    return results
+
+
+def place_for_table(path: str, marks: table.Marks = table.MARKS) -> str:
+    """The document, found before the work is done to be one that can take the table; empty if there is none."""
+    if not path:
+        return ""
+    try:
+        document = Path(path).read_text()
+        table.insert(document, "", marks)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--write {path}: {error}. Give a Markdown file such as docs/performance.md.") from None
+    return document
+
+
+def measure(flags: Flags) -> table.Results:
+    """All rounds."""
+    pythons, rows = interpreters(flags), chosen(flags.rows)
+    results: table.Results = {
+        "machine": machine(),
+        "versions": {PACKAGES[library]: version(python, PACKAGES[library]) for library, python in pythons.items()},
+        "rounds": flags.rounds,
+        "steps": flags.steps,
+        "left_out": [library for library in PACKAGES if library not in pythons],
+        "speeds": speeds(flags.timeout),
+        "runs": [],
+    }
+    turns, begin = list(schedule(rows, flags.rounds, pythons)), time.monotonic()
+    for done, (number, key, contender, ranks) in enumerate(turns, 1):
+        started = time.monotonic()
+        outcome = run(command(contender, ranks, flags.steps, pythons), flags.timeout)
+        seconds = round(time.monotonic() - started, 1)
+        results["runs"].append({"round": number, "row": key, "name": contender.name, "seconds": seconds, **outcome})
+        left = (time.monotonic() - begin) / done * (len(turns) - done) / 60
+        told = f"{outcome['step_ms']:,.0f} ms a step" if "losses" in outcome else f"failed: {outcome['failure']}"
+        print(f"{done}/{len(turns)} {key}, {contender.name}: {told} ({seconds:.0f} s; {left:.0f} min left)", flush=True)
+        if flags.json:  # after each run: who stops early keeps what there is
+            Path(flags.json).write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def interpreters(flags: Flags) -> dict[Library, str]:
+    """Of the libraries that take part."""
+    given: dict[Library, str] = {"deepspeed": flags.deepspeed, "megatron-core": flags.megatron_core}
+    return {"torch": sys.executable, **{library: python for library, python in given.items() if python}}
+
+
+def chosen(keys: Sequence[str]) -> list[Row]:
+    """The rows of these names."""
+    known = {row.key: row for row in ROWS}
+    if unknown := [key for key in keys if key not in known]:
+        raise ConfigError(f"--rows {' '.join(unknown)}: there is no such row. The rows are {', '.join(known)}.")
+    return [known[key] for key in keys]
+
+
+def version(python: str, package: str) -> str:
+    """Of a package in another environment."""
+    code = f"import importlib.metadata; print(importlib.metadata.version({package!r}))"
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise ConfigError(
+            f"{python} is no Python interpreter that has {package}. Give the one of an environment with torch and "
+            f"{package}, e.g. {package}/bin/python."
+        ) from None
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {"cores": len(os.sched_getaffinity(0)), "cpu": cpu}
+
+
+def schedule(
+    rows: Sequence[Row], rounds: int, pythons: dict[Library, str]
+) -> Iterator[tuple[int, str, Contender, int]]:
+    """(round, row, contender, ranks) of each run; a row's contenders follow each other, in each round another first."""
+    for number in range(rounds):
+        yield number, PLAIN.name, PLAIN, 1
+        for row in rows:
+            able = [one for one in row.contenders if one.library == "ours" or one.library in pythons]
+            first = number % len(able)
+            for contender in able[first:] + able[:first]:
+                yield number, row.key, contender, row.layout.ranks
+
+
+def command(contender: Contender, ranks: int, steps: int, pythons: dict[Library, str]) -> list[str]:
+    """Starts a contender."""
+    program = ["-m", MODULES[contender.library], *contender.flags.split()]
+    if contender is PLAIN:
+        return [sys.executable, *program, "--steps", str(steps)]
+    steps_flag = "--train-steps" if contender.library == "ours" else "--steps"
+    return [*torchrun(pythons.get(contender.library, sys.executable), ranks), *program, steps_flag, str(steps)]
+
+
+def torchrun(python: str, ranks: int) -> list[str]:
+    """Starts ranks that meet at a port of their own."""
+    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def speeds(timeout: int) -> dict[str, Any]:
+    """Of bare products and messages."""
+    outcome = run([*torchrun(sys.executable, 2), "-m", "benchmarks.speeds"], timeout)
+    if "failure" in outcome:
+        raise ConfigError(f"The speed of this machine could not be measured: {outcome['failure']}")
+    return dict(outcome["speeds"])
+
+
+def run(words: Sequence[str], timeout: float) -> dict[str, Any]:
+    """What a program reported as a line of JSON, or its "failure"."""
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=GRACE)
+        process.kill()
+        return {"failure": f"no result within {timeout:.0f} s"}
+    reports = [line for line in output.splitlines() if line.startswith('{"')]
+    if process.returncode == 0 and reports:
+        return dict(json.loads(reports[-1]))
+    said = words_of_ranks(output)
+    errors = [line for line in said if "Error" in line]
+    return {"failure": (errors or said or [f"exit code {process.returncode}"])[-1], "said": said[-30:]}
+
+
+def words_of_ranks(output: str) -> list[str]:
+    """Lines before torchrun's own report on a failure."""
+    lines = itertools.takewhile(lambda line: "torch/distributed/elastic/" not in line, output.splitlines())
+    return [line.strip() for line in lines if line.strip()]
+
+
+if __name__ == "__main__":
+    with user_errors():
+        sys.exit(main(sys.argv[1:]))

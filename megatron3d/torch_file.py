@@ -1,0 +1,200 @@
+"""Files of torch.save, or parts of files that are such: their pickle read safely, their tensors where they lie.
+
+The one idea: such a file is a zip archive whose members are stored as they are, so a tensor is a range of bytes of the
+file. Opening reads the pickle alone (unpickle.py); a tensor's bytes are read when it is asked for, after the checksum
+of all values that it belongs to has been compared once.
+
+    NAME/data.pkl       the pickle; tensors in it name their values by a key
+    NAME/data/KEY       values
+    NAME/byteorder      little or big
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron3d.config import ConfigError
+from megatron3d.crc import crc32
+from megatron3d.unpickle import Storage, loads
+
+BLOCK = 1 << 20  # bytes read at once to compute a checksum
+LOCAL_HEADER = 30  # bytes before a member's name, in front of its content
+OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the number with which files older than PyTorch 1.6 begin
+UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError, EOFError)
+
+
+class _Window(io.RawIOBase):
+    """Bytes [start, start + length) of a file, as a file of its own."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._start, self.length, self._at = start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self.length)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = memoryview(buffer)[: max(0, self.length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(wanted)
+        self._at += count
+        return count
+
+    def fill(self, buffer: memoryview, at: int) -> None:
+        """All of `buffer`, from byte `at` on."""
+        self.seek(at)
+        done = 0
+        while done < len(buffer):
+            count = self.readinto(buffer[done:])
+            if not count:
+                raise EOFError("it ends too early")
+            done += count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class TorchFile:
+    """A file of torch.save; `start` and `length`: the part of the file that is one.
+
+    `value` is what was saved, with the stand-ins of unpickle.py for tensors and objects. Raises ConfigError naming the
+    file if it is missing, damaged, of another kind, or asks for anything that a checkpoint does not need.
+    """
+
+    def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
+        self.path, self._start = path, start
+        self._checked: set[str] = set()
+        with self._open(length) as window:
+            self._length = window.length
+            self._check_kind(window)
+            self._members = _members(window)
+            self._check_byte_order(window)
+            pickled = self._content(window, "data.pkl")
+        self.value: Any = loads(pickled, str(path), self._storage)
+
+    @contextlib.contextmanager
+    def _open(self, length: int | None) -> Iterator[_Window]:
+        """The window, and every fault of the file as a ConfigError."""
+        try:
+            there = self.path.stat().st_size - self._start
+            length = there if length is None else length
+            if not 0 <= self._start <= self._start + length <= self._start + there:
+                raise EOFError(f"bytes {self._start} to {self._start + length} are not all there")
+            with _Window(self.path, self._start, length) as window:
+                yield window
+        except ConfigError:
+            raise
+        except UNREADABLE as error:
+            raise ConfigError(f"{self.path} cannot be read: {type(error).__name__}: {error}.") from error
+
+    def _check_kind(self, window: _Window) -> None:
+        first = window.read(len(OLD_FORMAT)) or b""
+        if first == OLD_FORMAT:
+            raise ConfigError(
+                f"{self.path} is in the old format of torch.save (before PyTorch 1.6), which is not read. Load it with "
+                "torch.load and save it again with torch.save."
+            )
+        if not first.startswith(b"PK"):
+            raise ConfigError(f"{self.path} is no file of torch.save: it does not begin as a zip archive does.")
+
+    def _check_byte_order(self, window: _Window) -> None:
+        order = self._content(window, "byteorder").decode("ascii") if "byteorder" in self._members else "little"
+        if order != sys.byteorder:
+            raise ConfigError(f"{self.path} was written with byte order {order!r}; this machine's is {sys.byteorder}.")
+
+    def _content(self, window: _Window, name: str) -> bytes:
+        """A small member, whole."""
+        place = self._place(window, name)
+        buffer = bytearray(self._members[name].file_size)
+        window.fill(memoryview(buffer), place)
+        if crc32(buffer) != self._members[name].CRC:
+            raise ValueError(f"the checksum of its member {name} is wrong")
+        return bytes(buffer)
+
+    def _place(self, window: _Window, name: str) -> int:
+        """Where a member's content begins."""
+        if name not in self._members:
+            raise LookupError(f"it has no member {name}")
+        member = self._members[name]
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"its member {name} is compressed, which torch.save never does")
+        header = bytearray(LOCAL_HEADER)
+        window.fill(memoryview(header), member.header_offset)
+        place: int = member.header_offset + LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
+        if place + member.file_size > self._length:
+            raise EOFError(f"it ends within its member {name}")
+        return place
+
+    def _storage(self, key: Any) -> Storage:
+        """The values that a persistent id names, if they are there."""
+        kind, dtype, name, _, size = key
+        if (
+            kind != "storage"
+            or not isinstance(dtype, torch.dtype)
+            or not isinstance(name, str)
+            or type(size) is not int
+        ):
+            raise ValueError("it names values in a way that is not understood")
+        member = self._members.get(f"data/{name}")
+        if member is None:
+            raise ConfigError(f"{self.path} is not whole: it has no member data/{name}, the values of a tensor.")
+        if size * dtype.itemsize != member.file_size:
+            raise ConfigError(
+                f"{self.path} is damaged: it speaks of {size} values of {dtype} in its member data/{name}, which has "
+                f"{member.file_size} bytes."
+            )
+        return Storage(dtype, size, lambda start, stop: self._values(f"data/{name}", dtype, start, stop))
+
+    def _values(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        values = torch.empty(stop - start, dtype=dtype)
+        content = values.view(torch.uint8).numpy().data
+        is_whole = len(content) == self._members[name].file_size
+        with self._open(self._length) as window:
+            place = self._place(window, name)
+            if name not in self._checked and not is_whole:
+                self._compare(name, _checksum(window, place, self._members[name].file_size))
+            window.fill(content, place + start * dtype.itemsize)
+            if name not in self._checked:
+                self._compare(name, crc32(content))
+        return values
+
+    def _compare(self, name: str, crc: int) -> None:
+        if crc != self._members[name].CRC:
+            raise ValueError(f"the checksum of its member {name} is wrong")
+        self._checked.add(name)
+
+
+def _checksum(window: _Window, place: int, size: int) -> int:
+    """Of so many bytes, in small blocks."""
+    total, block = 0, bytearray(BLOCK)
+    for at in range(0, size, BLOCK):
+        part = memoryview(block)[: min(BLOCK, size - at)]
+        window.fill(part, place + at)
+        total = crc32(part, total)
+    return total
+
+
+def _members(window: _Window) -> dict[str, zipfile.ZipInfo]:
+    """Members by their name below the archive's one folder."""
+    window.seek(0)
+    with zipfile.ZipFile(window) as archive:
+        return {info.filename.partition("/")[2]: info for info in archive.infolist()}

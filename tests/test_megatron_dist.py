@@ -1,0 +1,142 @@
+"""Megatron-LM's distributed checkpoints, as newer ones lay out their tensors, and damaged indexes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron3d.config import ConfigError
+from megatron3d.megatron_files import MegatronSource
+from megatron3d.megatron_lm import engine_name
+from tests.megatron import FIXTURES, assert_same, fixture_weights, states, weights
+
+
+def dist(
+    folder: Path, model: str, *, halves: bool, stacked: bool = False, more: Mapping[str, Tensor] | None = None
+) -> Path:
+    """A distributed checkpoint with a tensor for each layer or one for all; optionally with gate and up apart."""
+    state = states(model)["mp_rank_00"]
+    tensors: dict[str, Tensor] = dict(more or {})
+    for name, tensor in state["model"].items():
+        if tensor is not None and halves and ".linear_fc1." in name:
+            tensors[f"{name}_w"], tensors[f"{name}_v"] = (half.clone() for half in tensor.chunk(2))
+        elif tensor is not None:
+            tensors[engine_name(name)] = tensor
+    if stacked:
+        of_layers = [name for name in tensors if name.startswith("decoder.layers.0.")]
+        for name in of_layers:
+            layers = [tensors.pop(name.replace(".0.", f".{layer}.", 1)) for layer in range(4)]
+            tensors[name.replace(".0.", ".", 1)] = torch.stack(layers)
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    common = {"args": state["args"], "iteration": 7, "checkpoint_version": 3.0}
+    torch.save(common, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    return folder
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["gate and up in one", "apart"])
+def test_distributed_checkpoints_layer_by_layer(halves: bool, tmp_path: Path) -> None:
+    moments = {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
+    source = MegatronSource(dist(tmp_path / "a", "llama", halves=halves, more=moments))
+    assert_same(weights(source), fixture_weights("llama"))
+    assert any("optimizer" in note for note in source.notes)
+
+
+def test_layers_that_are_stacked_in_one_chunk(tmp_path: Path) -> None:
+    folder = dist(tmp_path / "a", "llama", halves=False, stacked=True)
+    assert len(list(pickle.loads((folder / ".metadata").read_bytes()).state_dict_metadata)) == 9
+    assert_same(weights(MegatronSource(folder)), fixture_weights("llama"))
+
+
+def change_index(folder: Path, change: Callable[[Any], None]) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def drop_chunk(index: Any) -> None:
+    index.state_dict_metadata["decoder.final_layernorm.weight"].chunks.clear()
+
+
+def lead_out(index: Any) -> None:
+    next(iter(index.storage_data.values())).relative_path = "../elsewhere"
+
+
+def compress(index: Any) -> None:
+    next(iter(index.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+def forget_places(index: Any) -> None:
+    index.storage_data = None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (drop_chunk, "decoder.final_layernorm.weight is not whole: 0 of 48 values"),
+        (lead_out, "'../elsewhere', which leads out of the folder"),
+        (compress, "compressed or encrypted"),
+        (forget_places, "is no index of tensors"),
+    ],
+)
+def test_damaged_indexes(change: Callable[[Any], None], told: str, tmp_path: Path) -> None:
+    folder = dist(tmp_path / "a", "llama", halves=False)
+    change_index(folder, change)
+    with pytest.raises(ConfigError) as caught:
+        MegatronSource(folder)
+    assert told in str(caught.value)
+
+
+def test_an_index_runs_nothing(tmp_path: Path) -> None:
+    folder = dist(tmp_path / "a", "llama", halves=False)
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch marker'\ntR.")
+    with pytest.raises(ConfigError, match=r"\.metadata holds 'os\.system'"):
+        MegatronSource(folder)
+
+
+def test_chunks_that_are_not_what_the_index_says(tmp_path: Path) -> None:
+    folder = dist(tmp_path / "a", "llama", halves=False)
+
+    def swap(index: Any) -> None:
+        places = {key.fqn: key for key in index.storage_data}
+        one, other = (places[f"decoder.layers.0.{name}.weight"] for name in ("mlp.linear_fc1", "mlp.linear_fc2"))
+        storage = index.storage_data
+        storage[one], storage[other] = storage[other], storage[one]
+
+    change_index(folder, swap)
+    source = MegatronSource(folder)
+    with pytest.raises(ConfigError, match=r"something else than the torch\.float32 of shape \(160, 48\)"):
+        source.read("weight", "layers.0.mlp.up.weight")
+    shutil.rmtree(folder / "missing", ignore_errors=True)
+    for file in folder.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"distcp cannot be read: FileNotFoundError"):
+        MegatronSource(folder).read("weight", "head.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ('{"sharded_backend": "zarr"}', "written by 'zarr'"),
+        ("[]", "does not say which library"),
+        (None, "does not say which library"),
+    ],
+)
+def test_other_distributed_formats(metadata: str | None, told: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "llama" / "torch_dist_tp1_pp1" / "iter_0000007", tmp_path / "a")
+    (tmp_path / "a" / "metadata.json").unlink()
+    if metadata is not None:
+        (tmp_path / "a" / "metadata.json").write_text(metadata)
+    with pytest.raises(ConfigError, match=told):
+        MegatronSource(tmp_path / "a")
