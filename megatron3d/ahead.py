@@ -19,6 +19,8 @@ UNDER_WAY = 1 << 27
 """Bytes of the items that have begun and whose results have not been consumed."""
 GROWTH = 3 << 26
 """Bytes by which the process may grow before holes go back to the system."""
+QUEUE = 3
+"""Items for each thread that have begun or wait to: while a large one is still to come, others go on."""
 AGAIN = 1 << 26
 """Bytes by which it must grow after that before it is tried again."""
 Item = TypeVar("Item")
@@ -28,7 +30,8 @@ Result = TypeVar("Result")
 def ahead(
     work: Callable[[Item], Result], items: Iterable[Item], jobs: int, size: Callable[[Item], int] = lambda item: 0
 ) -> Iterator[Result]:
-    """work(item) of each item, in order, by `jobs` threads: so many results, with the one consumed, live at once.
+    """work(item) of each item, in order, by `jobs` threads: QUEUE times as many results live at once, with the
+    one consumed.
 
     `size`: bytes of an item, of which UNDER_WAY are under way, or a single larger item.
     """
@@ -36,7 +39,7 @@ def ahead(
     with ThreadPoolExecutor(jobs) as pool:
 
         def begin() -> None:
-            while todo and len(waiting) < jobs:
+            while todo and len(waiting) < QUEUE * jobs:
                 taken, more = sum(bytes_ for bytes_, _ in waiting), size(todo[0])
                 if waiting and taken + more > UNDER_WAY:
                     return

@@ -11,6 +11,7 @@ first dim become one tensor each, and the halves of a fused tensor that are kept
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron3d.config import ConfigError
 from megatron3d.index import tiling_fault
 from megatron3d.layout import Box, shift
 from megatron3d.megatron_lm import IGNORED, local_name
-from megatron3d.megatron_stored import WEIGHTS_ONLY, Kept, Read, Whole
+from megatron3d.megatron_stored import WEIGHTS_ONLY, Find, Kept, Whole
 from megatron3d.torch_file import TorchFile
 from megatron3d.unpickle import Namespace, Record, StoredTensor, TensorEntry, loads
 
@@ -143,12 +143,13 @@ def _by_layer(index: Mapping[str, _Tensor]) -> Iterator[tuple[str, Whole]]:
     for name, tensor in index.items():
         match = STACKED.fullmatch(name)
         if match is None:
-            parts = tuple((chunk.box, _reader(chunk, tensor.dtype, None)) for chunk in tensor.chunks)
+            parts = tuple((chunk.box, _finder(chunk, tensor.dtype)) for chunk in tensor.chunks)
             yield local_name(name), Whole(tensor.shape, tensor.dtype, parts)
             continue
+        stacks = [(chunk.box, functools.cache(_finder(chunk, tensor.dtype))) for chunk in tensor.chunks]
         for layer in range(tensor.shape[0]):
-            held = [chunk for chunk in tensor.chunks if chunk.box[0][0] <= layer < chunk.box[0][1]]
-            parts = tuple((chunk.box[1:], _reader(chunk, tensor.dtype, layer - chunk.box[0][0])) for chunk in held)
+            held = [(box, find) for box, find in stacks if box[0][0] <= layer < box[0][1]]
+            parts = tuple((box[1:], _row(find, layer - box[0][0])) for box, find in held)
             yield local_name(f"decoder.layers.{layer}.{match[1]}"), Whole(tensor.shape[1:], tensor.dtype, parts)
 
 
@@ -161,10 +162,10 @@ def _once(named: Iterator[tuple[str, Whole]], folder: Path) -> dict[str, Whole]:
     return found
 
 
-def _reader(chunk: _Chunk, dtype: torch.dtype, layer: int | None) -> Read:
-    """Reads a chunk, or one layer of it."""
+def _finder(chunk: _Chunk, dtype: torch.dtype) -> Find:
+    """Opens a chunk."""
 
-    def read() -> Tensor:
+    def find() -> StoredTensor:
         stored = TorchFile(chunk.file, chunk.start, chunk.length).value
         shape = tuple(stop - start for start, stop in chunk.box)
         if not isinstance(stored, StoredTensor) or (stored.shape, stored.dtype) != (shape, dtype):
@@ -172,10 +173,14 @@ def _reader(chunk: _Chunk, dtype: torch.dtype, layer: int | None) -> Read:
                 f"{chunk.file} has at byte {chunk.start} something else than the {dtype} of shape {shape} that the "
                 "index speaks of."
             )
-        values = stored.read()
-        return values if layer is None else values[layer]
+        return stored
 
-    return read
+    return find
+
+
+def _row(find: Find, index: int) -> Find:
+    """One layer of a chunk of several."""
+    return lambda: find().row(index)
 
 
 def _joined(tensors: Mapping[str, Whole]) -> dict[str, Whole]:
@@ -187,6 +192,6 @@ def _joined(tensors: Mapping[str, Whole]) -> dict[str, Whole]:
             continue
         gate, up = found.pop(name), found.pop(f"{match[1]}_v")
         below = (gate.shape[0], *(0 for _ in gate.shape[1:]))
-        parts = (*gate.parts, *((shift(box, below), read) for box, read in up.parts))
+        parts = (*gate.parts, *((shift(box, below), find) for box, find in up.parts))
         found[match[1]] = Whole((gate.shape[0] + up.shape[0], *gate.shape[1:]), gate.dtype, parts)
     return found

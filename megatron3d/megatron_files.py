@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.config import Config, ConfigError
-from megatron3d.interop import unpack
+from megatron3d.interop import dealt
 from megatron3d.megatron_args import model_of
 from megatron3d.megatron_dist import open_dist
 from megatron3d.megatron_fit import misfits
@@ -120,15 +120,13 @@ class MegatronSource:
 
     def _read(self, shared: Shared) -> dict[str, Tensor]:
         """The parts of a tensor, each in memory of its own."""
-        name, rows = shared.foreign.name, self.config.model.vocab_size if shared.padded else None
-        values = self._kept.tensors[name].read(rows)
-        if name == WORDS and self._tied_copy is not None:
-            self._tied_copy.check(values, f"{OUTPUT} in {self._kept.folder}")
-        parts = unpack(shared.foreign, values, self._specs)
-        return {
-            name: part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-            for name, part in parts.items()
-        }
+        foreign, stored = shared.foreign, self._kept.tensors[shared.foreign.name]
+        parts = {name: torch.empty(self._specs[name].shape, dtype=stored.dtype) for name in foreign.parts}
+        pieces = dealt(foreign, [*parts.values()])
+        stored.fill(pieces)
+        if foreign.name == WORDS and self._tied_copy is not None:
+            self._tied_copy.check(pieces, f"{OUTPUT} in {self._kept.folder}")
+        return parts
 
 
 def _counts(kept: Kept) -> Iterator[tuple[str, int]]:

@@ -17,7 +17,7 @@ from typing import Any
 from megatron3d.config import ConfigError
 from megatron3d.layout import Box, whole
 from megatron3d.megatron_lm import IGNORED, LAYER, local_name, split_dim
-from megatron3d.megatron_stored import WEIGHTS_ONLY, Kept, Read, Whole
+from megatron3d.megatron_stored import WEIGHTS_ONLY, Find, Kept, Whole
 from megatron3d.torch_file import TorchFile
 from megatron3d.unpickle import Namespace, StoredTensor
 from megatron3d.words import listed
@@ -163,15 +163,19 @@ def _joined(name: str, shares: list[StoredTensor], places: list[str]) -> Whole:
                 f"{places[0]}."
             )
     if dim is None or dim >= len(shape):
-        copies = tuple((f"{name} in {place}", share.read) for share, place in zip(shares, places, strict=True))
-        return Whole(shape, dtype, ((whole(shape), shares[0].read),), copies[1:])
-    parts: list[tuple[Box, Read]] = []
+        copies = tuple((f"{name} in {place}", _found(share)) for share, place in zip(shares, places, strict=True))
+        return Whole(shape, dtype, ((whole(shape), _found(shares[0])),), copies[1:])
+    parts: list[tuple[Box, Find]] = []
     for rank, share in enumerate(shares):
         box = list(whole(shape))
         box[dim] = (rank * shape[dim], (rank + 1) * shape[dim])
-        parts.append((tuple(box), share.read))
+        parts.append((tuple(box), _found(share)))
     total = (*shape[:dim], len(shares) * shape[dim], *shape[dim + 1 :])
     return Whole(total, dtype, tuple(parts))
+
+
+def _found(share: StoredTensor) -> Find:
+    return lambda: share
 
 
 def _check_layers(folder: Path, args: Mapping[str, Any], counts: list[int]) -> None:

@@ -17,7 +17,7 @@ import os
 import struct
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from megatron3d.config import ConfigError
 from megatron3d.crc import crc32
+from megatron3d.tensor_file import raw
 from megatron3d.unpickle import Storage, loads
 
-BLOCK = 1 << 20  # bytes read at once to compute a checksum
+BLOCK = 1 << 20  # bytes read at once
 LOCAL_HEADER = 30  # bytes before a member's name, in front of its content
 OLD_FORMAT = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # the number with which files older than PyTorch 1.6 begin
 UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError, EOFError)
@@ -162,35 +163,39 @@ class TorchFile:
                 f"{self.path} is damaged: it speaks of {size} values of {dtype} in its member data/{name}, which has "
                 f"{member.file_size} bytes."
             )
-        return Storage(dtype, size, lambda start, stop: self._values(f"data/{name}", dtype, start, stop))
+        return Storage(dtype, size, lambda start, pieces: self._fill(f"data/{name}", start * dtype.itemsize, pieces))
 
-    def _values(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        values = torch.empty(stop - start, dtype=dtype)
-        content = values.view(torch.uint8).numpy().data
-        is_whole = len(content) == self._members[name].file_size
+    def _fill(self, name: str, start: int, pieces: Sequence[Tensor]) -> None:
+        """Reads a member from byte `start` on; all of it, as long as its checksum has not been compared."""
+        wanted = [raw(piece) for piece in pieces]
         with self._open(self._length) as window:
             place = self._place(window, name)
-            if name not in self._checked and not is_whole:
-                self._compare(name, _checksum(window, place, self._members[name].file_size))
-            window.fill(content, place + start * dtype.itemsize)
-            if name not in self._checked:
-                self._compare(name, crc32(content))
-        return values
-
-    def _compare(self, name: str, crc: int) -> None:
-        if crc != self._members[name].CRC:
-            raise ValueError(f"the checksum of its member {name} is wrong")
-        self._checked.add(name)
+            if name in self._checked:
+                _read(window, place + start, wanted)
+                return
+            after = self._members[name].file_size - start - sum(map(len, wanted))
+            crc = _read(window, place, [*_unwanted(start), *wanted, *_unwanted(after)])
+            if crc != self._members[name].CRC:
+                raise ValueError(f"the checksum of its member {name} is wrong")
+            self._checked.add(name)
 
 
-def _checksum(window: _Window, place: int, size: int) -> int:
-    """Of so many bytes, in small blocks."""
-    total, block = 0, bytearray(BLOCK)
-    for at in range(0, size, BLOCK):
-        part = memoryview(block)[: min(BLOCK, size - at)]
-        window.fill(part, place + at)
-        total = crc32(part, total)
-    return total
+def _read(window: _Window, at: int, buffers: Iterable[memoryview]) -> int:
+    """Fills buffers with what lies from byte `at` on; its checksum, block by block while they are in the cache."""
+    crc = 0
+    for buffer in buffers:
+        for first in range(0, len(buffer), BLOCK):
+            block = buffer[first : first + BLOCK]
+            window.fill(block, at)
+            crc, at = crc32(block, crc), at + len(block)
+    return crc
+
+
+def _unwanted(size: int) -> Iterator[memoryview]:
+    """Room for so many bytes, the same block again and again."""
+    block = memoryview(bytearray(min(size, BLOCK)))
+    for first in range(0, size, BLOCK):
+        yield block[: size - first]
 
 
 def _members(window: _Window) -> dict[str, zipfile.ZipInfo]:

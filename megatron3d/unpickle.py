@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.config import ConfigError
+from megatron3d.layout import Box, box_shape
 
 MALFORMED = (
     pickle.UnpicklingError,
@@ -130,8 +131,8 @@ class Storage(_Sealed):
 
     dtype: torch.dtype
     size: int
-    values: Callable[[int, int], Tensor]
-    """Reads values [start, stop) into memory of their own."""
+    fill: Callable[[int, Sequence[Tensor]], None]
+    """Reads the values from that one on into contiguous tensors, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,31 @@ class StoredTensor(_Sealed):
         """Type of its values."""
         return self.storage.dtype
 
+    def part(self, box: Box) -> StoredTensor:
+        """What lies in a box of it."""
+        offset = self.offset + sum(start * step for (start, _), step in zip(box, self.stride, strict=True))
+        return replace(self, offset=offset, shape=box_shape(box))
+
+    def row(self, index: int) -> StoredTensor:
+        """What lies at an index of its first dim."""
+        return replace(self, offset=self.offset + index * self.stride[0], shape=self.shape[1:], stride=self.stride[1:])
+
     def read(self) -> Tensor:
         """Its values, contiguous and in memory of their own. Raises ConfigError for a damaged file."""
-        values = self.storage.values(self.offset, self.offset + _extent(self.shape, self.stride))
-        return values.as_strided(self.shape, self.stride).contiguous()
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.fill([values])
+        return values
+
+    def fill(self, pieces: Sequence[Tensor]) -> None:
+        """Reads its values into contiguous tensors, one after the other, which hold as many as it has."""
+        if torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous():
+            self.storage.fill(self.offset, pieces)
+            return
+        values = torch.empty(_extent(self.shape, self.stride), dtype=self.dtype)
+        self.storage.fill(self.offset, [values])
+        ordered = values.as_strided(self.shape, self.stride).reshape(-1)
+        for piece, part in zip(pieces, ordered.split([piece.numel() for piece in pieces]), strict=True):
+            piece.view(-1).copy_(part)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron3d import ahead as module
-from megatron3d.ahead import UNDER_WAY, ahead
+from megatron3d.ahead import QUEUE, UNDER_WAY, ahead
 
 
 def most_under_way(sizes: list[int], jobs: int) -> tuple[int, int]:
@@ -32,16 +32,33 @@ def most_under_way(sizes: list[int], jobs: int) -> tuple[int, int]:
     return max(count for count, _ in seen), max(size for _, size in seen)
 
 
-@pytest.mark.parametrize("jobs", [1, 2, 4])
-def test_small_items_are_bounded_by_threads(jobs: int) -> None:
-    assert most_under_way([1] * 20, jobs)[0] == jobs
+@pytest.mark.parametrize("jobs", [2, 4])
+def test_others_go_on_beside_a_long_one(jobs: int) -> None:
+    """As far as the queue goes, each by one of the threads."""
+    begun, at_work, most, room = 0, 0, 0, threading.Condition()
+
+    def work(place: int) -> None:
+        nonlocal begun, at_work, most
+        with room:
+            begun, at_work = begun + 1, at_work + 1
+            most = max(most, at_work)
+            room.notify_all()
+            if place == 0:
+                assert room.wait_for(lambda: begun == QUEUE * jobs, timeout=20)
+                assert not room.wait_for(lambda: begun > QUEUE * jobs, timeout=0.02)
+        time.sleep(0.002)
+        with room:
+            at_work -= 1
+
+    assert len([*ahead(work, range(40), jobs)]) == begun == 40
+    assert most == jobs
 
 
 @pytest.mark.parametrize("jobs", [2, 4, 16])
 def test_large_items_are_bounded_by_bytes(jobs: int) -> None:
     """More threads take no more memory: three tenths of what may be under way, so three at a time."""
     most, size = most_under_way([UNDER_WAY * 3 // 10] * 12, jobs)
-    assert most == min(jobs, 3) and size <= UNDER_WAY
+    assert most == 3 and size <= UNDER_WAY
 
 
 def test_an_item_beyond_all_bounds_goes_alone() -> None:
@@ -53,6 +70,7 @@ def test_an_item_beyond_all_bounds_goes_alone() -> None:
 def test_holes_go_back_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the beginning, and each time that it has grown by so much; not for every item."""
     grown, given = [0], list[int]()
+    monkeypatch.setattr(module, "QUEUE", 1)
     monkeypatch.setattr(module, "_resident", lambda: grown[0])
     monkeypatch.setattr(module, "_give_back", lambda: given.append(grown[0]))
 
@@ -77,4 +95,4 @@ def test_a_consumer_that_leaves_ends_the_work() -> None:
         break
     count = len(done)
     time.sleep(0.02)
-    assert len(done) == count <= 3
+    assert len(done) == count <= 2 * QUEUE + 1

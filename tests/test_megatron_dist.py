@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megatron3d import torch_file
 from megatron3d.config import ConfigError
 from megatron3d.megatron_files import MegatronSource
 from megatron3d.megatron_lm import engine_name
@@ -57,6 +58,23 @@ def test_layers_that_are_stacked_in_one_chunk(tmp_path: Path) -> None:
     folder = dist(tmp_path / "a", "llama", halves=False, stacked=True)
     assert len(list(pickle.loads((folder / ".metadata").read_bytes()).state_dict_metadata)) == 9
     assert_same(weights(MegatronSource(folder)), fixture_weights("llama"))
+
+
+def test_stacked_layers_are_not_read_again_for_each_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is read whole once, for its checksum, and then of each further layer what is its own."""
+    folder, read = dist(tmp_path / "a", "llama", halves=False, stacked=True), []
+    readinto = torch_file._Window.readinto
+
+    def counting(window: Any, buffer: Any) -> int:
+        read.append(readinto(window, buffer))
+        return read[-1]
+
+    monkeypatch.setattr(torch_file._Window, "readinto", counting)
+    source = MegatronSource(folder)
+    opened = sum(read)
+    weights(source)
+    kept = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+    assert 0 < sum(read) - opened < 2 * kept
 
 
 def change_index(folder: Path, change: Callable[[Any], None]) -> None:

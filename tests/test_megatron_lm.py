@@ -71,8 +71,8 @@ def test_tensors_have_memory_of_their_own_in_any_order(folder: str) -> None:
 
 def test_fused_tensors_are_read_once_and_threads_may_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[tuple[int, ...]] = []
-    read = Whole.read
-    monkeypatch.setattr(Whole, "read", lambda self, rows=None: (reads.append(self.shape), read(self, rows))[1])
+    fill = Whole.fill
+    monkeypatch.setattr(Whole, "fill", lambda self, pieces: (reads.append(self.shape), fill(self, pieces))[1])
     source = MegatronSource(FIXTURES / "llama" / "legacy_tp2_pp2")
     expected = weights(source)
     assert len(reads) == 3 + 4 * 6 < len(expected)  # 3 beside the layers, and 6 in each
