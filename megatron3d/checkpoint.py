@@ -11,6 +11,7 @@ Values in files are archive.py's, the index is in index.py, folders and names ar
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -164,10 +165,10 @@ class Loaded:
     """What is wrong with newer ones."""
 
 
-def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh, *, weights_only: bool = False) -> Loaded:
+def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh, config: Config, *, weights_only: bool = False) -> Loaded:
     """Fills weights and optimizer state from a checkpoint of any layout; a collective call.
 
-    The newest of a folder of several whose values are whole, too, if the newest of all could be a continuation of it.
+    The newest of a folder of several whose values are whole, too, as long as a run of `config` may begin with it.
     `weights_only`: the moments and Adam's count stay as they are. Raises JobError on all ranks if any of them found no
     checkpoint, or none that is whole and fits.
     """
@@ -177,13 +178,14 @@ def load(folder: str | Path, optimizer: Optimizer, mesh: Mesh, *, weights_only: 
         wants = wanted(optimizer, found.index)
         if weights_only:
             wants = [want for want in wants if want.kind in ("weight", "master")]
-        read = _together("loading", lambda found=found, wants=wants: _fill(found, wants), mesh.control)  # type: ignore[misc]
+        read = _together("loading", functools.partial(_fill, found, wants), mesh.control)
         fault = next((f"rank {r}: {e}" for r, e in enumerate(gather_objects(read.fault, mesh.control)) if e), "")
         if not fault:
             break
         damaged[found.path] = fault
         found = _find(folder, damaged, mesh)
-        _together("loading", lambda found=found: _check_fallback(newest, found, damaged, weights_only), mesh.control)  # type: ignore[misc]
+        check = functools.partial(_check_fallback, config, newest, found, damaged, weights_only)
+        _together("loading", check, mesh.control)
     if not weights_only:
         optimizer.count = found.index.meta["adam_count"]
     companions = _together("loading", lambda: read_companions(found) if mesh.is_main else {}, mesh.control)
@@ -206,10 +208,12 @@ def _find(folder: str | Path, damaged: Mapping[Path, str], mesh: Mesh) -> shelf.
     return found
 
 
-def _check_fallback(meant: shelf.Found, found: shelf.Found, damaged: Mapping[Path, str], weights_only: bool) -> None:
+def _check_fallback(
+    config: Config, meant: shelf.Found, found: shelf.Found, damaged: Mapping[Path, str], weights_only: bool
+) -> None:
     """ConfigError with what is wrong with either, unless one checkpoint can take the place of another."""
     try:
-        check_fallback(meant, found, weights_only=weights_only)
+        check_fallback(config, found, weights_only=weights_only)
     except ConfigError as error:
         faults = "; ".join(damaged.values())
         raise ConfigError(f"{faults}; and {found.path} cannot take the place of {meant.path.name}: {error}") from None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron3d import crashes
-from megatron3d.config import CheckpointConfig, Config, ConfigError, ModelConfig
+from megatron3d.config import Config, ConfigError, ModelConfig
 from megatron3d.config_io import from_dict, to_dict
 from megatron3d.crc import crc32
 from megatron3d.huggingface_tokenizer import TOKENIZER_JSON, files_of, is_tokenizer_json
@@ -68,11 +68,11 @@ def check_loadable(config: Config) -> list[str]:
     return lines + _check_found(config, found)
 
 
-def check_fallback(meant: Found, found: Found, *, weights_only: bool) -> None:
-    """Refuses (ConfigError) to begin with `found` in place of a newer checkpoint, `meant`, which `check_loadable` has
-    let pass and whose values proved damaged: the run that saved that one must be able to go on from this one."""
-    checkpoint = CheckpointConfig(load=str(found.path), load_weights_only=weights_only)
-    _check_found(replace(saved_config(meant.index, str(meant.path)), checkpoint=checkpoint), found)
+def check_fallback(config: Config, found: Found, *, weights_only: bool) -> None:
+    """Refuses (ConfigError) to begin with `found` in place of a newer checkpoint, which `check_loadable` has let pass
+    and whose values proved damaged, unless it would have been let pass, too."""
+    checkpoint = replace(config.checkpoint, load=str(found.path), load_weights_only=weights_only)
+    _check_found(replace(config, checkpoint=checkpoint), found)
 
 
 def _check_found(config: Config, found: Found) -> list[str]:

@@ -213,7 +213,7 @@ class Trainer:
     def load(self, folder: str, *, weights_only: bool = False) -> checkpoint.Loaded:
         """Goes on from a checkpoint of the same model, saved by any layout; a collective call. `weights_only`: begins
         with its weights and nothing else of it."""
-        loaded = checkpoint.load(folder, self.optimizer, self.mesh, weights_only=weights_only)
+        loaded = checkpoint.load(folder, self.optimizer, self.mesh, self.config, weights_only=weights_only)
         self.saver.companions = {**loaded.companions, **self.saver.companions}
         if weights_only:
             return loaded

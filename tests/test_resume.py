@@ -251,14 +251,16 @@ FALLBACKS: dict[str, tuple[Config, tuple[str, ...], str]] = {
 def test_an_older_checkpoint_is_judged_as_the_newest_was(
     older: Config, kinds: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    """Before it takes its place; weights alone need neither schedule nor moments."""
+    """Before it takes its place; weights alone need neither schedule nor moments, and a schedule may be overridden."""
     loading(tmp_path / "step-00000020")
     (tmp_path / "step-00000010").mkdir()
     for name, content in blank_checkpoint(older, kinds).items():
         (tmp_path / "step-00000010" / name).write_bytes(content)
     meant, found = find(tmp_path / "step-00000020"), find(tmp_path / "step-00000010")
-    check_fallback(meant, meant, weights_only=False)
+    check_fallback(SAVED, meant, weights_only=False)
     with pytest.raises(ConfigError, match=rf"--load {found.path}: .*{words}"):
-        check_fallback(meant, found, weights_only=False)
+        check_fallback(SAVED, found, weights_only=False)
     if "model" not in words:
-        check_fallback(meant, found, weights_only=True)
+        check_fallback(SAVED, found, weights_only=True)
+    if "schedule" in words:
+        check_fallback(with_fields(SAVED, checkpoint={"override_schedule": True}), found, weights_only=False)
