@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from megatron3d.config import Config, LogConfig
@@ -26,6 +27,7 @@ PACKAGES = {WANDB: "wandb", TENSORBOARD: "tensorboard"}
 # the other ranks wait with it, and must not take its rank for lost.
 WANDB_WAITS = ("login_timeout", "init_timeout", "finish_timeout")
 LONGEST_WAIT, SHARE_OF_TIMEOUT = 60.0, 0.25
+KEPT_ID = "wandb-id"
 LAST_SECONDS = 3.0  # that a run which has failed leaves W&B
 
 
@@ -43,12 +45,16 @@ class WandbTracker:
     """One W&B run, gone on with if `run_id` names one.
 
     Its charts have the training step as their axis. W&B's own counter only grows and stays unused: after a resume from
-    an older checkpoint the steps repeat, and points that lay behind that counter would be dropped.
+    an older checkpoint the steps repeat, and points that lay behind that counter would be dropped. A job that restarts
+    by itself may do so before it has a checkpoint to keep the id in: then it is in a file beside where those will be.
     """
 
     def __init__(self, config: Config, run_id: str) -> None:
         log, wandb = config.log, importlib.import_module("wandb")
         known, longest = wandb.Settings(), min(LONGEST_WAIT, SHARE_OF_TIMEOUT * config.parallel.timeout_seconds)
+        kept = Path(config.checkpoint.save) / KEPT_ID if config.checkpoint.auto_resume else None
+        if kept and not run_id and kept.is_file():
+            run_id = kept.read_text().strip()
         self._run = wandb.init(
             project=log.wandb_project,
             name=log.wandb_name or None,
@@ -59,6 +65,8 @@ class WandbTracker:
             settings={name: longest for name in WANDB_WAITS if hasattr(known, name)},
         )
         self.id = str(self._run.id)
+        if kept and self.id != run_id:
+            kept.write_text(self.id + "\n")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

@@ -137,6 +137,22 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(fake: FakeWandb, tmp_path: 
     assert resumed.wandb_id == "made-up" and find(saved).index.meta["wandb_id"] == "made-up"
 
 
+def test_a_restart_before_the_first_checkpoint_goes_on_in_the_same_wandb_run(
+    fake: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a job that restarts by itself; one that is started anew begins a run of its own."""
+    config = small(tmp_path, WANDB)
+    by_itself = replace(config, checkpoint=replace(config.checkpoint, auto_resume=True))
+    with monkeypatch.context() as failing:
+        failing.setattr(Trainer, "step", lambda self: 1 // 0)
+        with pytest.raises(ArithmeticError):
+            run(by_itself)
+    assert run(by_itself).wandb_id == "made-up"
+    assert [init["id"] for init in fake.inits] == [None, "made-up"]
+    run(replace(config, log=replace(config.log, log_dir="")))
+    assert fake.inits[-1]["id"] is None
+
+
 def test_the_id_outlives_a_resume_without_wandb(fake: FakeWandb, tmp_path: Path) -> None:
     """Neither a resume without the flag nor one whose init fails loses the run for the next resume."""
     run(small(tmp_path, WANDB))
