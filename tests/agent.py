@@ -68,16 +68,17 @@ class Job:
             return [child for child in children if os.getpgid(child) == child]  # before, it has yet to begin its life
         return []
 
-    def says(self, words: str, timeout: float = 60) -> None:
+    def says(self, words: str, timeout: float = 200) -> None:
         """Waits until these words have been printed."""
-        deadline = time.monotonic() + timeout
+        deadline, over = time.monotonic() + timeout, False
         while not self.out.exists() or words not in self.out.read_text():
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if over:
                 self.lose()
                 raise AssertionError(f"no {words!r} in: {self.out.read_text()}")
+            over = self.process.poll() is not None or time.monotonic() > deadline  # then one more look
             time.sleep(POLL)
 
-    def end(self, timeout: float = 120) -> tuple[int, str]:
+    def end(self, timeout: float = 400) -> tuple[int, str]:
         """torchrun's exit code and everything that was printed."""
         try:
             return self.process.wait(timeout), self.out.read_text()

@@ -33,7 +33,7 @@ class RankFailure(AssertionError):
     """A rank raised or died; the text has its traceback."""
 
 
-def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(size: int, body: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
     """Calls body(launch, init_method, *args) on `size` ranks; the results in rank order."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ def _collect(processes: list[Any], receivers: list[Connection], timeout: float) 
     return results
 
 
-def on_mesh(parallel: ParallelConfig, body: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def on_mesh(parallel: ParallelConfig, body: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
     """Calls body(mesh, *args) on every rank of the mesh of `parallel` (dp stated)."""
     size = parallel.tp * parallel.pp * parallel.dp
     return run_ranks(size, _with_mesh, parallel, body, args, timeout=timeout)

@@ -78,8 +78,8 @@ def test_places_are_free_when_they_are_used_again(size: int) -> None:
 def left_alone(mesh: Mesh, how: str) -> str:
     shared = mesh.tp.board
     assert shared is not None
-    shared.timeout = 1.0 if how == "still" else 60.0
     comm.all_reduce(torch.ones(4), mesh.tp)  # nobody ends while another still connects,
+    shared.timeout = 1.0 if how == "still" else 60.0
     if how == "failed":
         comm.gather_objects(None, mesh.control)  # or says that it fails while another still reads
     if mesh.rank == 1:

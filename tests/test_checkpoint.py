@@ -427,7 +427,7 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
         folder = tmp_path / name.replace(" ", "-")
         shutil.copytree(tmp_path / "good", folder)
         damage(folder / "step-00000001" / "rank-00001.safetensors")
-        texts = on_mesh(config.parallel, load_refused, config, str(folder), timeout=30)
+        texts = on_mesh(config.parallel, load_refused, config, str(folder))
         assert texts[0] == texts[1] and texts[0].startswith("JobError: rank 0: loading failed: "), name
         assert ("rank 1: loading failed" in texts[0]) == (name == "a flipped bit"), (
             "headers are read by one rank for all"
@@ -471,7 +471,7 @@ def test_an_older_one_of_another_run_takes_nobodys_place(older: dict[str, Any], 
     on_mesh(config.parallel, save_later, config, str(tmp_path))
     flip(tmp_path / "step-00000002" / "rank-00001.safetensors")
     check_loadable(replace(config, checkpoint=CheckpointConfig(load=str(tmp_path))))
-    texts = on_mesh(config.parallel, load_refused, config, str(tmp_path), timeout=30)
+    texts = on_mesh(config.parallel, load_refused, config, str(tmp_path))
     assert texts[0] == texts[1] and texts[0].startswith("JobError: ")
     assert "step-00000002/rank-00001.safetensors is damaged" in texts[0] and words in texts[0]
     assert f"{tmp_path}/step-00000001 cannot take the place of step-00000002" in texts[0]
@@ -522,7 +522,7 @@ def test_a_wrong_path_stops_all_ranks(tmp_path: Path) -> None:
     """Only one rank looks for the folder, and the others do not wait for it in vain."""
     config = toy.config(replace(toy.LLAMA, num_layers=2), pp=2, global_batch_size=1, **ADAM)
     try:
-        texts = on_mesh(config.parallel, load_refused, config, str(tmp_path / "nowhere"), timeout=20)
+        texts = on_mesh(config.parallel, load_refused, config, str(tmp_path / "nowhere"))
     except RankFailure as failure:
         raise AssertionError("a rank hung") from failure
     assert texts[0] == texts[1] and "there is no checkpoint" in texts[0]

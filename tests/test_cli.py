@@ -308,7 +308,7 @@ def test_a_mistake_under_torchrun(processes: int, flags: str, wanted: list[str],
     """DIV-08, DIV-11, DIV-12: one paragraph from the first rank, exit code 2 on all, within seconds."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--redirects", "3"]
     command = [sys.executable, *torchrun, "--log-dir", str(tmp_path), "pretrain_gpt.py", *flags.split()]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode != 0
     assert re.findall(r"exitcode +: (-?\d+)", run.stderr) == ["2"] * processes
     told = {path.parent.name: path.read_text() for path in tmp_path.rglob("stderr.log")}

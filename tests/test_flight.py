@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import functools
 import json
 import multiprocessing
 import os
 import re
 import signal
+import termios
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron3d import failures
-from megatron3d.comm import start_receive, start_send
+from megatron3d import failures, flight
+from megatron3d.comm import gather_objects, start_receive, start_send
 from megatron3d.config import ParallelConfig
 from megatron3d.flight import FlightRecorder, flight_file, watchdog
 from megatron3d.launch import Launch
@@ -58,8 +63,9 @@ def test_a_message_that_never_ends_ends_the_process(tmp_path: Path, capfd: pytes
             time.sleep(LONG)
 
     assert watched(body) == 1
-    told = r"^rank 3: no end after the time-out: step 7, receive over pp with ranks \[1\]: waiting for 0\.\d s$"
-    assert re.search(told, capfd.readouterr().err, re.M)
+    told = r"^rank 3: no end after the time-out: step 7, receive over pp with ranks \[1\]: waiting for (\d+\.\d) s$"
+    found = re.search(told, capfd.readouterr().err, re.M)
+    assert found and float(found[1]) >= 0.3, "not before the time-out and the grace are over"
     record = json.loads(flight_file(str(tmp_path), 3).read_text())
     assert [(message["operation"], message["ended"] is None) for message in record] == [
         ("all_reduce", False),
@@ -82,13 +88,27 @@ def test_the_process_ends_whatever_else_is_broken(tmp_path: Path) -> None:
         assert watched(functools.partial(body, tmp_path / folder)) == 1
 
 
-def test_messages_that_end_in_time_are_left_alone(tmp_path: Path) -> None:
-    recorder = FlightRecorder()
-    with QUICK(recorder, folder=str(tmp_path), farewell=lambda: 1 // 0):
-        for _ in range(4):
-            with recorder.waiting("gather_objects", "control", (1,)):
-                time.sleep(0.1)
-    assert not recorder.open() and not list(tmp_path.iterdir())
+def test_messages_that_end_in_time_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long all of them together. The clock moves by hand, for each is looked at when it is nearly too old."""
+    now, looked = [100.0], threading.Event()
+    monkeypatch.setattr(flight, "time", SimpleNamespace(time=lambda: now[0]))
+
+    def lost() -> bool:  # asked at each look
+        looked.set()
+        return False
+
+    def body() -> None:
+        recorder = FlightRecorder()
+        with QUICK(recorder, folder=str(tmp_path), lost=lost, farewell=lambda: 1 // 0):
+            for _ in range(4):
+                with recorder.waiting("gather_objects", "control", (1,)):
+                    now[0] += 0.25
+                    for _ in range(3):  # the first may have begun before, and the second has judged it by the third
+                        looked.clear()
+                        assert looked.wait(LONG)
+        assert not recorder.open()
+
+    assert watched(body) == 0 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -112,20 +132,29 @@ def half_way(operation: str, folder: Path, rank: int) -> None:
     config, launch = toy.config(pp=2), Launch(rank=rank, world_size=2)
     mesh = Mesh.create(config.parallel, launch, torch.device("cpu"), init_method=f"file://{folder}/rendezvous")
     message = torch.full((1 << 25,), float(rank))
+    processes = gather_objects(os.getpid(), mesh.control)
     here = (start_send if (operation == "send") == (rank == 0) else start_receive)(message, mesh.pp, 1 - rank)
     if rank == 1:
-        (folder / "pid").write_text(str(os.getpid()))
         if operation == "send":
             signal.raise_signal(signal.SIGSTOP)  # it has said that it is ready, and reads no more
         here.wait()
         time.sleep(LONG)
-    while not (folder / "pid").exists() or (operation == "receive" and not message[0]):
+    while not (unread() if operation == "send" else message[0]):
         pass
+    os.kill(processes[1], signal.SIGSTOP)  # at once: what follows takes its time
     with failures.told(config, mesh, launch):
-        time.sleep(1.0 if operation == "send" else 0.0)
-        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+        os.kill(processes[1], signal.SIGKILL)
         assert operation == "send" or not message[-1], "all of it has come"
         here.wait()
+
+
+def unread() -> bool:
+    """Whether a peer has stopped reading: far more than it reads at once is still on the way to it."""
+    count, most = array.array("i", [0]), 0
+    for connection, _ in failures._connections():
+        fcntl.ioctl(connection, termios.TIOCOUTQ, count)
+        most = max(most, count[0])
+    return most > 1 << 16
 
 
 @pytest.mark.slow
@@ -135,6 +164,7 @@ def test_a_message_that_gloo_forgets(operation: str, tmp_path: Path, capfd: pyte
     other = FORK.Process(target=half_way, args=(operation, tmp_path, 1))
     other.start()
     assert watched(functools.partial(half_way, operation, tmp_path, 0)) == 1
+    other.kill()  # or it might stand still for ever
     other.join()
     told = rf"^rank 0: no end after a connection was lost: step 0, {operation} over pp with ranks \[1\]: waiting for"
     assert re.search(told, capfd.readouterr().err, re.M)

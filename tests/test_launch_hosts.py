@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from megatron3d.config import ConfigError
 from megatron3d.rendezvous import check_rendezvous
+from tests.test_nodes import free_port
 from tools import launch_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +42,7 @@ until [ -f "$0.began" ]; do sleep 0.05; done  # nobody fails before the other ca
 echo "node $rank of $VALUE: $last"
 case "$last" in
     fail) [ $rank != 1 ] || exit 7; while :; do sleep 0.1; done ;;
-    stubborn) [ $rank != 1 ] || exit 7; trap '' TERM; sleep 15 ;;
+    stubborn) [ $rank != 1 ] || exit 7; trap '' TERM; sleep 100 ;;
     wait) while :; do sleep 0.1; done ;;
 esac
 """
@@ -62,7 +64,7 @@ def words(hosts: Path, *more: str, real: bool = False) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "launch_hosts.py"), *flags, *more]
 
 
-def start(hosts: Path, *more: str, real: bool = False, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def start(hosts: Path, *more: str, real: bool = False, timeout: float = 400) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         words(hosts, *more, real=real), cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
@@ -128,7 +130,7 @@ def test_first_failure_ends_the_others(hosts: Path) -> None:
     done = start(hosts, "--", "fail")
     assert done.returncode == 7 and "[localhost] told to stop" in done.stdout, done.stdout + done.stderr
     assert "error: other was the first host to fail: exit code 7." in done.stderr
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 55, "the grace is 60 s"
     (hosts.parent / "python.began").unlink()
     told = start(hosts, "--json", "--", "fail")
     assert json.loads(told.stdout) == {"exit_code": 7, "hosts": {"localhost": 75, "other": 7}}
@@ -137,7 +139,7 @@ def test_first_failure_ends_the_others(hosts: Path) -> None:
 def test_who_does_not_stop_is_left_after_the_grace(hosts: Path) -> None:
     begun = time.monotonic()
     done = start(hosts, "--grace", "1", "--", "stubborn")
-    assert done.returncode == 7 and time.monotonic() - begun < 14, "it would go on for 15 s"
+    assert done.returncode == 7 and time.monotonic() - begun < 90, "it would go on for 100 s"
 
 
 def test_unreachable_host(hosts: Path) -> None:
@@ -155,10 +157,10 @@ def test_hosts_stop_with_the_launcher(hosts: Path, number: signal.Signals) -> No
     lines = [process.stdout.readline(), process.stdout.readline()]
     assert sorted(lines) == ["[localhost] node 0 of a b: wait\n", "[other] node 1 of a b: wait\n"]
     process.send_signal(number)
-    rest = process.communicate(timeout=20)[0]
+    rest = process.communicate(timeout=200)[0]
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number and rest.count("told to stop") == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while stubs(hosts):
         assert time.monotonic() < deadline, stubs(hosts)
         time.sleep(0.1)
@@ -186,8 +188,8 @@ def test_unknown_address_is_explained(hosts: Path) -> None:
 
 def test_meeting_point() -> None:
     """FAIL-05, FAIL-06: what each side of a meeting point finds out by itself."""
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        port = holder.getsockname()[1]
+    port = free_port()  # one that nobody takes by chance when it is let go
+    with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(ConfigError, match=f"Port {port}.*--master-port"):
             check_rendezvous("localhost", port, hosts=True)
         check_rendezvous("localhost", port, hosts=False)
@@ -203,16 +205,17 @@ def test_meeting_point() -> None:
 def test_a_silent_name_service_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """FAIL-06: a look-up that hangs ends the wait, not the patience."""
     monkeypatch.setattr("megatron3d.rendezvous.RESOLVE_SECONDS", 0.2)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3))
-    begun = time.monotonic()
+    answer = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(200))
     with pytest.raises(ConfigError, match="the name service did not answer"):
         check_rendezvous("slow.invalid", 1234, hosts=False)
-    assert time.monotonic() - begun < 2
+    assert not answer.is_set()
+    answer.set()
 
 
 @pytest.mark.slow
 def test_trains_on_two_hosts(hosts: Path) -> None:
     train = ["pretrain_gpt.py", "--config", "tiny", "--tp", "2", "--pp", "2", "--mock-data", "--train-steps", "2"]
-    done = start(hosts, "--", *train, real=True, timeout=120)
+    done = start(hosts, "--", *train, real=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[localhost] mesh: tp 2 x pp 2 x dp 1 on 4 x cpu" in done.stdout and done.stdout.count("step 2/2") == 1

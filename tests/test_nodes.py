@@ -19,12 +19,14 @@ import pytest
 from tests.agent import Job
 from tests.disturbed import RUN, STEPS
 from tools import compare_runs
+from tools.launch_hosts import PORTS
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ["pretrain_gpt.py", "--config", "tiny", "--mock-data", "--global-batch-size", "8", "--micro-batch-size", "2"]
 MESH = ["--tp", "2", "--pp", "2"]
 TIMEOUT = 15  # --timeout-seconds of the runs that lose a node
-SLACK = 40  # for the processes to come down on a busy machine
+SLACK = 120  # for the processes to come down on a busy machine
+LONG = 400  # seconds after which a run that should end has hung
 
 
 class Node:
@@ -65,7 +67,7 @@ class Node:
 def two_nodes(
     folder: Path, words: Sequence[str], address: str = "127.0.0.1", inside: Sequence[str] = ("", "")
 ) -> Iterator[list[Node]]:
-    port = free_port() if not inside[0] else random.randrange(10000, 30000)
+    port = free_port() if not inside[0] else random.choice(PORTS)
     nodes = [Node(rank, address, port, folder / f"node{rank}.out", words, inside[rank]) for rank in (0, 1)]
     try:
         yield nodes
@@ -75,9 +77,11 @@ def two_nodes(
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """One that stays free: none of those which the system gives to whoever asks for any, as other tests do."""
+    while True:
+        port = random.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +94,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_for_steps(log: Path, nodes: Sequence[Node], count: int = 3) -> None:
-    rows, deadline = log / "metrics.jsonl", time.monotonic() + 90
+    rows, deadline = log / "metrics.jsonl", time.monotonic() + LONG
     while not rows.exists() or rows.read_text().count("\n") < count:
         assert time.monotonic() < deadline and all(node.process.poll() is None for node in nodes), [
             node.out.read_text()[-2000:] for node in nodes
@@ -100,7 +104,7 @@ def wait_for_steps(log: Path, nodes: Sequence[Node], count: int = 3) -> None:
 
 def wait_until_gone(processes: Sequence[int]) -> None:
     """They end at their own pace; a zombie that nobody has asked about has ended."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + SLACK
     while left := [process for process in processes if is_running(process)]:
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.2)
@@ -117,7 +121,7 @@ def is_running(process: int) -> bool:
 def test_two_nodes_train_as_one_process_does(tmp_path: Path, alone: Path) -> None:
     words = [*TRAIN, *MESH, "--train-steps", "5", "--log-dir", str(tmp_path)]
     with two_nodes(tmp_path, words) as nodes:
-        assert [node.end(120) for node in nodes] == [0, 0]
+        assert [node.end(LONG) for node in nodes] == [0, 0]
     assert compare_runs.main([str(alone), str(tmp_path), "--tolerance", "1e-5"]) == 0
     assert "on 4 x cpu" in nodes[0].out.read_text() and "step 5/5" not in nodes[1].out.read_text()
 
@@ -128,9 +132,9 @@ def test_a_lost_node_ends_the_other(tmp_path: Path, lost: int) -> None:
     words = [*TRAIN, *MESH, "--train-steps", "1000000", "--timeout-seconds", str(TIMEOUT), "--log-dir", str(tmp_path)]
     with two_nodes(tmp_path, words) as nodes:
         wait_for_steps(tmp_path, nodes)
-        nodes[lost].lose()
         other = nodes[1 - lost]
-        ranks = other.ranks()
+        ranks = other.ranks()  # before they hear of it
+        nodes[lost].lose()
         assert other.end(TIMEOUT + SLACK) != 0
         assert len(ranks) == 2
         wait_until_gone(ranks)
@@ -164,7 +168,7 @@ def test_a_tethered_process_ends_with_its_parent() -> None:
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.kill()
-    assert process.communicate(timeout=10)[0] == "told\n"
+    assert process.communicate(timeout=100)[0] == "told\n"
 
 
 @pytest.mark.slow
@@ -184,7 +188,7 @@ def test_the_program_explains_its_meeting_point() -> None:
             env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
             env |= {"MASTER_ADDR": address, "MASTER_PORT": port}
             words = [sys.executable, *TRAIN, "--tp", "2"]
-            done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=LONG)
             assert done.returncode == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
@@ -215,7 +219,7 @@ def test_two_network_namespaces(tmp_path: Path, alone: Path, namespaces: list[st
     """Each node has an address of its own, and a name that leads to itself: GLOO_SOCKET_IFNAME says which to use."""
     words = [*TRAIN, *MESH, "--train-steps", "5", "--log-dir", str(tmp_path)]
     with two_nodes(tmp_path, words, "10.83.7.1", namespaces) as nodes:
-        assert [node.end(120) for node in nodes] == [0, 0], [node.out.read_text()[-2000:] for node in nodes]
+        assert [node.end(LONG) for node in nodes] == [0, 0], [node.out.read_text()[-2000:] for node in nodes]
     assert compare_runs.main([str(alone), str(tmp_path), "--tolerance", "1e-5"]) == 0
 
 

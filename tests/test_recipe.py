@@ -50,7 +50,7 @@ TRAIN = [
 def tool(name: str, *words: object) -> str:
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

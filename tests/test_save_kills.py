@@ -15,7 +15,7 @@ import pytest
 
 from megatron3d import shelf
 from megatron3d.signals import STOPPED
-from tests.agent import SIZE, Job
+from tests.agent import POLL, SIZE, Job
 from tests.disturbed import SETTINGS, STEPS, Peace, assert_undisturbed, words
 
 SEEDS = [pytest.param(seed, marks=() if seed < 10 else pytest.mark.soak) for seed in range(100)]
@@ -25,10 +25,19 @@ SAVE_SECONDS = 0.06  # from the making of the folder to a while after the commit
 def wait_for_save(job: Job, save: Path, step: int) -> list[int]:
     """The ranks of the first attempt, as soon as the save of `step` has begun."""
     processes = job.ranks()
+    over = False
     while not (shelf.aside(save, step).exists() or (save / shelf.name_of(step)).exists()):
-        assert job.process.poll() is None, job.out.read_text()
+        assert not over, job.out.read_text()
+        over = job.process.poll() is not None  # then one more look
         time.sleep(0.0005)
     return processes
+
+
+def wait_until_still(job: Job, process: int) -> None:
+    """Until a rank has stopped itself."""
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert job.process.poll() is None, job.out.read_text()
+        time.sleep(POLL)
 
 
 def kill_around_save(job: Job, save: Path, step: int, victims: list[int], moment: float) -> bool:
@@ -69,15 +78,18 @@ def test_a_kill_around_a_save_loses_nothing(seed: int, in_peace: Callable[[str],
 def test_two_signals_around_a_save_stop_all_at_one_step(
     behind: bool, in_peace: Callable[[str], Peace], tmp_path: Path
 ) -> None:
-    """To one rank, while it saves: all save one step and leave, and the next job ends as one in peace."""
+    """To one rank, while it saves: all save one step and leave, and the next job ends as one in peace. The rank stands
+    still until it has the first one: the run would soon have no step left to stop after."""
     name = "tp 2, pp 2"
     line = [*words(tmp_path, SETTINGS[name]), *(["--async-save"] if behind else [])]
-    job = Job(tmp_path / "out", "pretrain_gpt.py", *line)
-    processes = wait_for_save(job, tmp_path / "save", 2)
-    for _ in range(2):
-        os.kill(processes[1], signal.SIGUSR1)
+    place = ("evaluate", "1", "3") if behind else ("save", "1", "2")  # before step 3 is over, nothing is committed
+    job = Job(tmp_path / "out", "tests/injected.py", "SIGSTOP", *place, "once", *line)
+    rank = job.ranks()[1]
+    wait_until_still(job, rank)
+    for number in (signal.SIGUSR1, signal.SIGCONT, signal.SIGUSR1):
+        os.kill(rank, number)
         time.sleep(0.003)
-    code, text = job.end(timeout=60)
+    code, text = job.end()
     assert code == 1 and set(re.findall(r"exitcode\s*: (-?\d+)", text)) == {str(STOPPED)}, text
     (step,) = re.findall(r"stopped after step (\d+), as asked", text)
     found = shelf.find(tmp_path / "save")

@@ -352,7 +352,7 @@ def test_other_processes_get_the_same_tokens(tokenizer: Tokenizer) -> None:
     """A copy of one that has been used, in processes that are copies of this one."""
     expected = [tokenizer.encode(text) for text in TEXTS]
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.map_async(tokenizer.encode, TEXTS, chunksize=1).get(timeout=60) == expected
+        assert pool.map_async(tokenizer.encode, TEXTS, chunksize=1).get(timeout=400) == expected
 
 
 def test_no_model_is_told(tmp_path: Path) -> None:

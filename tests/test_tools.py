@@ -17,7 +17,7 @@ from tools import compare_runs, generate
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(*words: str, processes: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def start(*words: str, processes: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
     """Runs a program of the repository, on `processes` ranks of torchrun if given."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes else []
     return subprocess.run(

@@ -47,7 +47,7 @@ def run(tool: str, *argv: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=60,
+        timeout=400,
         check=False,
     )
 

@@ -119,7 +119,7 @@ def train(
     before: Callable[[Trainer], None] | None = None,
     after: Callable[[Trainer], Any] | None = None,
     data: Datasets | None = None,
-    timeout: float = 120,
+    timeout: float = 400,
 ) -> Outcome:
     """Trains on forked ranks from `weights` (default: random ones); the final weights are assembled and replicas must
     agree to the last bit. `before` and `after` are called on every rank with its trainer."""
