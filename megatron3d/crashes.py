@@ -15,9 +15,9 @@ MOST = 2
 """Failures at one step after which a run is not started again."""
 
 
-def note(folder: Path, step: int) -> None:
-    """Enters a failure at `step`."""
-    before = read(folder)
+def note(folder: Path, step: int, before: tuple[int, int]) -> None:
+    """Enters a failure at `step` of a run that has read `before` when it began. However many of its ranks enter it,
+    since they may be unable to agree on one: it is the same failure."""
     times = before[1] + 1 if before[0] == step else 1
     aside = folder / "crash.json.tmp"
     with contextlib.suppress(OSError):  # the failure may be the folder's

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from megatron3d.config import Config, ConfigError, FolderTaken, JobError
 from megatron3d.flight import FAILED, PeerError, flight_file, watchdog
 from megatron3d.launch import Launch, leave
 from megatron3d.mesh import Mesh, RollCall
+from megatron3d.words import tell
 
 FAREWELL_SECONDS = 30.0
 """All that a failing rank may take to tell the others: the host of the store may stand still, too."""
@@ -36,7 +36,7 @@ def meeting(launch: Launch) -> Iterator[None]:
     except RuntimeError as error:  # PeerError, or what torch.distributed raises while ranks connect
         what = str(error).partition("Exception raised from")[0].strip()  # there the addresses of C++ functions begin
         line = f"rank {launch.rank} failed while the process groups were made: {what}\n"
-        print(line, end="", file=sys.stderr, flush=True)
+        tell(line)
         leave(FAILED)
 
 
@@ -46,10 +46,12 @@ def told(config: Config, mesh: Mesh, launch: Launch) -> Iterator[None]:
     been told. A message that never ends does too (flight.watchdog)."""
     folder, timeout = config.log.log_dir, config.parallel.timeout_seconds
     lost = _connection_lost(mesh)
+    save = Path(config.checkpoint.save) if config.checkpoint.save else None
+    before = crashes.read(save) if save else (-1, 0)
 
-    def note(roll: RollCall) -> None:
-        if config.checkpoint.save and roll.is_first("noting"):  # one failure, one note
-            crashes.note(Path(config.checkpoint.save), mesh.recorder.step)
+    def note() -> None:
+        if save:
+            crashes.note(save, mesh.recorder.step, before)
 
     def farewell(*, alone: bool = True) -> None:
         _end_within(FAREWELL_SECONDS)
@@ -57,7 +59,7 @@ def told(config: Config, mesh: Mesh, launch: Launch) -> Iterator[None]:
         roll = RollCall(launch, mesh)
         roll.answer()
         if not alone or _call_the_roll(roll, mesh):  # whoever has died without a word has failed here, too
-            note(roll)
+            note()
 
     try:
         with watchdog(mesh.recorder, rank=mesh.rank, timeout=timeout, folder=folder, lost=lost, farewell=farewell):
@@ -69,9 +71,8 @@ def told(config: Config, mesh: Mesh, launch: Launch) -> Iterator[None]:
     except ConfigError:
         raise
     except JobError as error:
-        counts = config.checkpoint.save and not isinstance(error, FolderTaken)
-        if counts and mesh.is_main:  # all ranks know of it: one failure, one note
-            crashes.note(Path(config.checkpoint.save), mesh.recorder.step)
+        if mesh.is_main and not isinstance(error, FolderTaken):  # all ranks know of it, and one can tell
+            note()
         raise
     except Exception as error:
         _tell(error, mesh)
@@ -95,7 +96,7 @@ def _tell(error: Exception, mesh: Mesh) -> None:
     where = f"stage {mesh.pp.rank}, data-parallel {mesh.dp.rank}, tensor-parallel {mesh.tp.rank}"
     what = str(error) if isinstance(error, PeerError) else f"{type(error).__name__}: {error}"
     line = f"rank {mesh.rank} ({where}) failed at step {mesh.recorder.step}: {what}\n"
-    print(trace + line, end="", file=sys.stderr, flush=True)  # at once, or the words of several ranks mingle
+    tell(trace + line)
 
 
 def _hang_up(mesh: Mesh) -> None:
@@ -142,5 +143,5 @@ def _call_the_roll(roll: RollCall, mesh: Mesh) -> bool:
     absent = roll.absent() if roll.is_first("calling") else []
     if absent:
         ranks = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
-        print(f"no word from {ranks}: absent at step {mesh.recorder.step}", file=sys.stderr, flush=True)
+        tell(f"no word from {ranks}: absent at step {mesh.recorder.step}\n")
     return bool(absent)

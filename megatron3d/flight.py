@@ -11,13 +11,14 @@ import contextlib
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from megatron3d.words import tell
 
 KEPT = 64  # messages a rank remembers
 FAILED = 1  # exit code of a rank that ends itself
@@ -143,7 +144,7 @@ def watchdog(
 
 def _give_up(recorder: FlightRecorder, why: str, rank: int, folder: str, farewell: Callable[[], object]) -> None:
     try:
-        print(f"rank {rank}: {why}", file=sys.stderr, flush=True)
+        tell(f"rank {rank}: {why}\n")
         if folder:
             recorder.dump(flight_file(folder, rank))
         farewell()

@@ -24,7 +24,7 @@ from megatron3d.ahead import ahead
 from megatron3d.config import ConfigError
 from megatron3d.huggingface import NOTHING, choose_family, exported_config, from_huggingface
 from megatron3d.huggingface_families import TOKEN_IDS, Family, Module
-from megatron3d.huggingface_stored import INDEX, SINGLE, Stored, read_json, read_stored, same, stored_tensors
+from megatron3d.huggingface_stored import INDEX, SINGLE, Stored, read_file, read_json, read_stored, same, stored_tensors
 from megatron3d.interop import Foreign, Source, cast, pack, unpack
 from megatron3d.params import ParamSpec, param_table
 from megatron3d.tensor_file import TYPES, TensorFile, TensorWriter
@@ -140,6 +140,12 @@ def _raise_misfits(folder: Path, missing: Sequence[str], surplus: Sequence[str],
         raise ConfigError(f"The tensors in {folder} are not those of its {CONFIG}. {' '.join(parts)}")
 
 
+def companions_in(folder: Path) -> dict[str, bytes]:
+    """Files in a folder that go where the weights go, by name. ConfigError for one that cannot be read."""
+    found = ((path, pattern) for pattern in COMPANIONS for path in sorted(folder.glob(pattern)))
+    return {path.name: read_file(path) for path, pattern in found if path.name == pattern or path.is_file()}
+
+
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +199,7 @@ def write_huggingface(
         raise ConfigError(f"{folder} exists and is not an empty folder. Name a new one: nothing is overwritten.")
     if shard_bytes < 1:
         raise ConfigError(f"Files of at most {shard_bytes} bytes cannot be written. Choose at least 1.")
-    model = source.config.model
+    model, carried = source.config.model, companions_in(extras) if extras is not None else {}
     remembered = read_json(extras / CONFIG) if extras is not None and (extras / CONFIG).exists() else NOTHING
     chosen = choose_family(model, family, remembered.get("model_type"))
     jobs = _jobs(source, chosen, dtype)
@@ -206,10 +212,10 @@ def write_huggingface(
         _write_shards(source, jobs, aside, shard_bytes, progress, threads)
         _write_json(aside / CONFIG, config)
         _write_json(aside / GENERATION, {"_from_model_config": True, **{name: config[name] for name in TOKEN_IDS}})
-        if extras is not None:
-            _copy(extras, aside, COMPANIONS)
-            if token_ids:  # which go before what the companion says
-                _write_json(aside / GENERATION, {**read_json(aside / GENERATION), **token_ids})
+        for name, content in carried.items():
+            (aside / name).write_bytes(content)
+        if token_ids:  # which go before what the companion says
+            _write_json(aside / GENERATION, {**read_json(aside / GENERATION), **token_ids})
         for path in (*aside.iterdir(), aside):
             shelf.sync(path)
         aside.rename(folder)
@@ -287,9 +293,3 @@ def _notes(config: Mapping[str, Any], family: Family, dropout: float) -> list[st
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _copy(folder: Path, target: Path, patterns: Sequence[str]) -> None:
-    for path in (path for pattern in patterns for path in sorted(folder.glob(pattern))):
-        if path.is_file():
-            shutil.copyfile(path, target / path.name)

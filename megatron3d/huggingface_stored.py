@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron3d.config import ConfigError
-from megatron3d.index import MALFORMED
+from megatron3d.index import MALFORMED, check_plain, read_plain
 from megatron3d.tensor_file import TensorFile, raw
 from megatron3d.tensor_header import Entry, read_header
 
@@ -35,10 +35,10 @@ class Stored(NamedTuple):
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """All tensors of a folder, by stored name. ConfigError names the file with which something is wrong."""
-    if (folder / SINGLE).is_file():
+    if (folder / SINGLE).exists():
         return _headed(folder / SINGLE)
     index = folder / INDEX
-    if not index.is_file():
+    if not index.exists():
         raise ConfigError(_without_weights(folder))
     file_of = read_json(index).get("weight_map")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
@@ -56,6 +56,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _headed(path: Path) -> dict[str, Stored]:
     """All tensors of a file, which must be whole."""
     with _named(path):
+        check_plain(path)
         return {name: Stored(path, name, entry) for name, entry in read_header(path).items()}
 
 
@@ -100,12 +101,17 @@ def _without_weights(folder: Path) -> str:
     )
 
 
+def read_file(path: Path) -> bytes:
+    """All of a file; ConfigError names it."""
+    with _named(path):
+        return read_plain(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ConfigError names the file."""
+    content = read_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        value = json.loads(content.decode())
     except MALFORMED as error:
         raise ConfigError(f"{path} is not JSON: {type(error).__name__}: {error}.") from error
     if not isinstance(value, dict):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron3d.config import ConfigError
+from megatron3d.index import read_plain
 
 TOKENIZER_JSON = "tokenizer.json"
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
@@ -51,7 +52,7 @@ def end_token(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_plain(path))
     except OSError as error:
         raise ConfigError(f"The tokenizer {path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:

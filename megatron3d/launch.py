@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron3d.config import ConfigError, JobError
-from megatron3d.words import paragraph
+from megatron3d.words import paragraph, tell
 
 TORCHRUN_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
@@ -25,7 +25,7 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 SLURM_RANKS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 RANKS = ("RANK", "SLURM_PROCID", *LOCAL_RANKS)  # who one is, from the surest to the least sure
-FIRST_LINGERS, OTHERS_LINGER = 2.0, 5.0  # seconds between an error and the exit of a rank
+FIRST_LINGERS, OTHERS_LINGER = 3.0, 7.0  # seconds between an error and the exit of a rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +125,12 @@ def user_errors() -> Iterator[None]:
         code = 2 if isinstance(error, ConfigError) else 1
         rank, told = _first_index(RANKS), paragraph(str(error))
         if not rank:
-            print(f"error: {told}", file=sys.stderr, flush=True)
+            tell(f"error: {told}\n")
         if any(os.environ.get(name) for name in (*TORCHRUN_RANKS, *SLURM_RANKS)):
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
             time.sleep(OTHERS_LINGER if rank else FIRST_LINGERS)
         if rank and not _is_told_by_another(error):
-            print(f"error on rank {rank}: {told}", file=sys.stderr, flush=True)
+            tell(f"error on rank {rank}: {told}\n")
         sys.exit(code)
 
 
@@ -150,8 +150,9 @@ def _first_index(names: Sequence[str]) -> int | None:
 
 def leave(code: int) -> NoReturn:
     """Ends this process at once: no teardown that waits for other ranks, no time for a signal to change the code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it may have gone
+            stream.flush()
     os._exit(code)
 
 

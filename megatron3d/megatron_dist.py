@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron3d.config import ConfigError
-from megatron3d.index import tiling_fault
+from megatron3d.index import read_plain, tiling_fault
 from megatron3d.layout import Box, shift
 from megatron3d.megatron_lm import IGNORED, local_name
 from megatron3d.megatron_stored import WEIGHTS_ONLY, Find, Kept, Whole
@@ -65,7 +66,7 @@ def open_dist(folder: Path) -> Kept:
         folder=folder,
         args=args.fields,
         iteration=iteration if type(iteration) is int else None,
-        tensors=_joined(_once(_by_layer(index), folder)),
+        tensors=_joined(_once(_by_layer(index, folder), folder)),
         fused=1,
         notes=(WEIGHTS_ONLY,) * ("optimizer" in common or any(map(OPTIMIZER.match, others))),
     )
@@ -74,7 +75,7 @@ def open_dist(folder: Path) -> Kept:
 def _check_backend(folder: Path) -> None:
     path = folder / "metadata.json"
     try:
-        backend = json.loads(path.read_text())["sharded_backend"]
+        backend = json.loads(read_plain(path).decode())["sharded_backend"]
     except (OSError, *FIELDS, RecursionError) as error:
         raise ConfigError(
             f"{path} does not say which library wrote the tensors ({type(error).__name__}: {error}). What is read is "
@@ -88,7 +89,7 @@ def _index(folder: Path) -> tuple[dict[str, _Tensor], list[str]]:
     """The weights in the index by their names, and the names of everything else."""
     path = folder / ".metadata"
     try:
-        saved = loads(path.read_bytes(), str(path)).fields
+        saved = loads(read_plain(path), str(path)).fields
         places = dict(_places(saved["storage_data"], folder))
         entries = saved["state_dict_metadata"]
         names = [name for name in entries if not _is_other(name)]
@@ -138,14 +139,19 @@ def _tensor(name: str, entry: TensorEntry, places: Mapping[tuple[str, Any], _Chu
     return _Tensor(shape, dtype, tuple(chunks))
 
 
-def _by_layer(index: Mapping[str, _Tensor]) -> Iterator[tuple[str, Whole]]:
+def _by_layer(index: Mapping[str, _Tensor], folder: Path) -> Iterator[tuple[str, Whole]]:
     """The index's tensors in the spelling of the local layers, those that are stacked over layers one by one."""
+    room = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     for name, tensor in index.items():
         match = STACKED.fullmatch(name)
-        if match is None:
+        if match is None or not tensor.shape:
             parts = tuple((chunk.box, _finder(chunk, tensor.dtype)) for chunk in tensor.chunks)
             yield local_name(name), Whole(tensor.shape, tensor.dtype, parts)
             continue
+        if math.prod(tensor.shape) * tensor.dtype.itemsize > room:  # or there would be no end of layers
+            raise ConfigError(
+                f"{folder} is not whole: {name} has shape {tensor.shape}, more than all its files hold ({room} bytes)."
+            )
         stacks = [(chunk.box, functools.cache(_finder(chunk, tensor.dtype))) for chunk in tensor.chunks]
         for layer in range(tensor.shape[0]):
             held = [(box, find) for box, find in stacks if box[0][0] <= layer < box[0][1]]
@@ -191,6 +197,11 @@ def _joined(tensors: Mapping[str, Whole]) -> dict[str, Whole]:
         if match is None or match[2] == "v" or f"{match[1]}_v" not in found or match[1] in found:
             continue
         gate, up = found.pop(name), found.pop(f"{match[1]}_v")
+        if not gate.shape or (gate.shape, gate.dtype) != (up.shape, up.dtype):
+            raise ConfigError(
+                f"{name} has shape {gate.shape} and type {gate.dtype}, but {match[1]}_v {up.shape} and {up.dtype}: "
+                "they must be the equal halves of one tensor."
+            )
         below = (gate.shape[0], *(0 for _ in gate.shape[1:]))
         parts = (*gate.parts, *((shift(box, below), find) for box, find in up.parts))
         found[match[1]] = Whole((gate.shape[0] + up.shape[0], *gate.shape[1:]), gate.dtype, parts)

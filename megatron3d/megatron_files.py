@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron3d.config import Config, ConfigError
+from megatron3d.index import read_plain
 from megatron3d.interop import dealt
 from megatron3d.megatron_args import model_of
 from megatron3d.megatron_dist import open_dist
@@ -40,13 +41,15 @@ def checkpoint_folder(path: Path) -> Path:
     if any(path.glob("mp_rank_*")) or _is_dist(path):
         return path
     tracker = path / LATEST
-    try:
-        word = tracker.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+    if not tracker.exists():
         raise ConfigError(
             f"{path} is no checkpoint of Megatron-LM: it has no {LATEST}, no folder mp_rank_00 or mp_rank_00_000, and "
             "no metadata.json. Give the folder that --save named, or one of those in it."
-        ) from None
+        )
+    try:
+        word = read_plain(tracker).decode().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{tracker} cannot be read: {error}.") from error
     if word != "release" and not (word.isascii() and word.isdigit()):
         raise ConfigError(f"{tracker} must hold the number of an iteration or the word release, not {word[:80]!r}.")
     folder = path / (word if word == "release" else f"iter_{int(word[:20]):07d}")
@@ -81,7 +84,12 @@ class MegatronSource:
         self.kinds: tuple[str, ...] = ("weight",)
         self._kept = kept = open_checkpoint(Path(path))
         try:
-            self.config: Config = resolve(Config(model=model_of(kept.args, vocab_size)), world_size=1)
+            asked = model_of(kept.args, vocab_size)
+            if asked.num_layers > len(kept.tensors):
+                raise ConfigError(
+                    f"{len(kept.tensors)} tensors are too few for the {asked.num_layers} layers of its args."
+                )
+            self.config: Config = resolve(Config(model=asked), world_size=1)
         except ConfigError as error:
             raise ConfigError(f"{kept.folder}: {error}") from None
         model = self.config.model

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from megatron3d import shelf
 from megatron3d.archive import NativeSource
 from megatron3d.config import ConfigError
-from megatron3d.huggingface_files import COMPANIONS as CARRIED
-from megatron3d.huggingface_files import CONFIG, HuggingFaceSource
+from megatron3d.huggingface_files import CONFIG, HuggingFaceSource, companions_in
+from megatron3d.huggingface_stored import read_file
 from megatron3d.index import COMPANIONS, INDEX, Companions
 from megatron3d.interop import Source
 from megatron3d.megatron_files import MegatronSource
@@ -44,9 +44,9 @@ class Opened(NamedTuple):
         """Those files, for a checkpoint of this project to keep."""
         if self.extras is None:
             return {}
-        patterns = (CONFIG, *CARRIED) if self.kind == "hf" else ("*",)
-        found = (path for pattern in patterns for path in self.extras.glob(pattern) if path.is_file())
-        return {path.name: path.read_bytes() for path in found}
+        if self.kind == "hf":
+            return {CONFIG: read_file(self.extras / CONFIG), **companions_in(self.extras)}
+        return {path.name: path.read_bytes() for path in self.extras.iterdir() if path.is_file()}
 
 
 def kind_of(folder: Path) -> Kind:
@@ -55,7 +55,7 @@ def kind_of(folder: Path) -> Kind:
         raise ConfigError(f"--load {folder}: there is no such folder.")
     if (folder / INDEX).is_file() or shelf.checkpoints(folder):
         return "native"
-    if (folder / "config.json").is_file():
+    if (folder / CONFIG).exists():
         return "hf"
     if (folder / LATEST).exists() or (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
         return "megatron"

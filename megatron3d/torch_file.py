@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron3d.config import ConfigError
 from megatron3d.crc import crc32
+from megatron3d.index import check_plain
 from megatron3d.tensor_file import raw
 from megatron3d.unpickle import Storage, loads
 
@@ -96,6 +97,7 @@ class TorchFile:
     def _open(self, length: int | None) -> Iterator[_Window]:
         """The window, and every fault of the file as a ConfigError."""
         try:
+            check_plain(self.path)
             there = self.path.stat().st_size - self._start
             length = there if length is None else length
             if not 0 <= self._start <= self._start + length <= self._start + there:

@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron3d.config import ConfigError
 from megatron3d.layout import Box, box_shape
 
+MOST = 1 << 62
+"""Of which all numbers of a tensor are below: no file has as many bytes."""
 MALFORMED = (
     pickle.UnpicklingError,
     EOFError,
@@ -194,7 +196,7 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: object) -> StoredTensor:
     """A tensor within its storage; whatever else comes with it acts on gradients."""
     known = isinstance(storage, Storage) and type(shape) is type(stride) is tuple
-    if not known or not all(type(number) is int and number >= 0 for number in (offset, *shape, *stride)):
+    if not known or not all(type(number) is int and 0 <= number < MOST for number in (offset, *shape, *stride)):
         raise pickle.UnpicklingError("it describes a tensor in a way that is not understood")
     if offset + _extent(shape, stride) > storage.size or math.prod(shape) > storage.size:
         raise pickle.UnpicklingError(

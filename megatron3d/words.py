@@ -1,13 +1,15 @@
-"""Pieces of the sentences in which a user's mistake is explained.
+"""Pieces of the sentences in which a user's mistake is explained, and how the last ones are told.
 
 The one idea: every refusal names legal choices in the same form, so lists, divisors and near misses are worded here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Sequence
 
 MOST_CHOICES = 12  # of a list: more are shortened, the last stays
@@ -15,6 +17,13 @@ LONGEST = 1_000_000  # characters of a paragraph: a list of every tensor of the 
 LONGEST_VALUE = 300  # characters of a value that is quoted
 VALUES = tuple(map(re.compile, (r"\[[^\[\]]*\]", r"(?<!\w)'[^']*'", r"\S+")))
 """What a value looks like that one can flood: in brackets, in quotes, or in one piece."""
+
+
+def tell(text: str) -> None:
+    """Prints to stderr at once, or the words of several ranks mingle. That nobody hears them any more, since the
+    terminal or the launcher has gone, keeps no rank from what it has to do next."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def flag(name: str) -> str:

@@ -11,20 +11,22 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron3d import failures
-from megatron3d.config import ConfigError
+from megatron3d import crashes, failures
+from megatron3d.config import CheckpointConfig, ConfigError
 from megatron3d.data import MockDataset
 from megatron3d.flight import FAILED
 from megatron3d.launch import Launch
 from megatron3d.mesh import Mesh
 from megatron3d.signals import STOPPED, StopRequest
 from tests import toy
-from tests.agent import SIZE, Child, Job, fork
+from tests.agent import POLL, SIZE, Child, Job, fork
 from tests.disturbed import MESH, RUN, SETTINGS, STEPS, Peace, assert_undisturbed, outcome, rows, words
 
 
@@ -125,9 +127,12 @@ def test_a_signal_stops_all_at_one_step(name: str, rank: int | str, real: bool, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rank"), [("raise", 0), ("raise", "all"), ("SIGKILL", 1)])
-@pytest.mark.usefixtures("quick_roll_call")
-def test_a_crash_that_repeats_is_given_up(kind: str, rank: int | str, tmp_path: Path) -> None:
+def test_a_crash_that_repeats_is_given_up(
+    kind: str, rank: int | str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """After the second time; ranks that fail together have failed once, and one that is killed has failed, too."""
+    if kind == "SIGKILL":
+        request.getfixturevalue("quick_roll_call")
     flags = ["--save", str(tmp_path / "save"), "--auto-resume"]
     code, text = inject(tmp_path, kind, "forward", rank, 3, *flags, restarts=2).end()
     assert code == 1 and "has failed 2 times in a row at step 3" in text
@@ -142,7 +147,7 @@ def test_nobody_stays_where_the_store_does_not_answer(monkeypatch: pytest.Monkey
 
     class Silent:
         def __init__(self, *_: object) -> None:
-            time.sleep(60)
+            time.sleep(200)
 
     def body() -> None:
         with failures.told(toy.config(), Mesh.single(), Launch()):
@@ -150,7 +155,24 @@ def test_nobody_stays_where_the_store_does_not_answer(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(failures, "RollCall", Silent)
     monkeypatch.setattr(failures, "FAREWELL_SECONDS", 0.2)
-    assert Child(fork(body)).wait(timeout=10) == FAILED
+    assert Child(fork(body)).wait(timeout=100) == FAILED
+
+
+def test_a_failure_that_many_ranks_tell_is_one(tmp_path: Path) -> None:
+    """Where no store says who is the first: the host that had it may have been the failure."""
+    config = replace(toy.config(), checkpoint=CheckpointConfig(save=str(tmp_path)))
+    begun = [tmp_path / f"begun-{rank}" for rank in range(3)]
+
+    def body(rank: int) -> None:
+        with failures.told(config, Mesh.single(), Launch()):
+            begun[rank].touch()
+            while not all(path.exists() for path in begun):
+                time.sleep(POLL)
+            raise ArithmeticError
+
+    children = [Child(fork(partial(body, rank))) for rank in range(3)]
+    assert [child.wait(timeout=100) for child in children] == [FAILED] * 3
+    assert crashes.read(tmp_path) == (0, 1)
 
 
 @pytest.mark.slow
@@ -164,7 +186,7 @@ def test_damaged_samples_are_the_failure_of_their_rank(tmp_path: Path, monkeypat
         return damaged(self, index)
 
     monkeypatch.setattr(MockDataset, "sample", sample)
-    code, text = Job(tmp_path / "out", "pretrain_gpt.py", *words(tmp_path, ["--pp", "2"])).end(timeout=60)
+    code, text = Job(tmp_path / "out", "pretrain_gpt.py", *words(tmp_path, ["--pp", "2"])).end()
     assert code == 1 and "no word from" not in text
     what = "failed at step 3: RuntimeError: samples 10 to 11: id 999"
     assert re.search(rf"^rank \d \(stage \d, data-parallel 1, .*\) {what}", text, re.M), text

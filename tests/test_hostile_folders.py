@@ -20,14 +20,16 @@ import torch
 
 from megatron3d.config import CheckpointConfig, ConfigError, JobError
 from megatron3d.convert import write_native
+from megatron3d.huggingface_files import write_huggingface
 from megatron3d.mesh import Mesh
 from megatron3d.resume import check_loadable
 from megatron3d.sources import open_source
 from megatron3d.trainer import Trainer
-from tests import toy
+from tests import hf, toy
 from tests.lone import lone_trainer
+from tests.megatron import FIXTURES
 from tests.saved import edited
-from tools import inspect_checkpoint
+from tools import convert_checkpoint, inspect_checkpoint
 
 SAMPLE, ALL = 30, 200
 MODEL = replace(toy.LLAMA, num_layers=2)
@@ -189,7 +191,7 @@ def test_a_damaged_checkpoint_never_loads(seed: int, whole: Path, tmp_path: Path
     loads(folder)
     named = DAMAGES[seed % len(DAMAGES)](rng, folder)
     for use in (loads, converts):
-        with at_most(20), pytest.raises((ConfigError, JobError)) as refused:
+        with at_most(100), pytest.raises((ConfigError, JobError)) as refused:
             use(folder)
         assert str(named) in str(refused.value), f"{use.__name__}: {refused.value}"
     assert not (tmp_path / "converted").exists() or not list((tmp_path / "converted").glob("step-*"))
@@ -234,7 +236,7 @@ def test_an_index_that_asks_for_too_much_is_refused_soon(
     path = tmp_path / "c" / "index.json"
     path.write_text(edited(path.read_text(), change))
     for use in (converts, lambda folder: inspect_checkpoint.main(["--load", str(folder)])):
-        with at_most(20), pytest.raises(ConfigError, match=words):
+        with at_most(100), pytest.raises(ConfigError, match=words):
             use(tmp_path / "c")
 
 
@@ -245,8 +247,64 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(name: str, whole: Pa
     (folder / name).unlink()
     os.mkfifo(folder / name)
     for use in (loads, converts):
-        with at_most(20), pytest.raises((ConfigError, JobError), match=rf"{folder / name}.* is not a plain file"):
+        with at_most(100), pytest.raises((ConfigError, JobError), match=rf"{folder / name}.* is not a plain file"):
             use(folder.parent)
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each form that another library's checkpoint may have."""
+    folder = tmp_path_factory.mktemp("foreign")
+    source = hf.native()
+    most = sum(values.nbytes for values in source.tensors["weight"].values()) * 2 // 3
+    write_huggingface(source, folder / "hf")
+    write_huggingface(source, folder / "sharded", shard_bytes=most)
+    for name in ("tokenizer.json", "merges.txt"):
+        (folder / "hf" / name).write_text("{}")
+    for name in ("legacy", "torch_dist"):
+        shutil.copytree(FIXTURES / "llama" / f"{name}_tp2_pp2", folder / name)
+    return folder
+
+
+TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000007"
+FOREIGN = [
+    *(f"hf/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json", "merges.txt")),
+    *(f"sharded/{name}" for name in ("model.safetensors.index.json", "model-00002-of-00002.safetensors")),
+    *(f"legacy/{name}" for name in (TRACKER, f"{STEP}/mp_rank_01_000/model_optim_rng.pt")),
+    f"torch_dist/{TRACKER}",
+    *(f"torch_dist/{STEP}/{name}" for name in ("common.pt", ".metadata", "metadata.json", "__1_0.distcp")),
+]
+INSTEAD: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("made", INSTEAD)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_file_in_the_place_of_a_foreign_one(name: str, made: str, foreign: Path, tmp_path: Path) -> None:
+    """Keeps nobody waiting, and is not read without end: whatever the folder is converted to, and when looked at."""
+    kind = name.partition("/")[0]
+    folder, path, target = tmp_path / kind, tmp_path / name, tmp_path / "converted"
+    shutil.copytree(foreign / kind, folder)
+    path.unlink()
+    INSTEAD[made](path)
+    for to in ("native", "hf"):
+        with at_most(100), pytest.raises(ConfigError, match=rf"{path}.* is not a plain file"):
+            convert_checkpoint.main(["--load", str(folder), "--save", str(target), "--to", to])
+        assert not target.exists() or not list(target.iterdir())
+    if name not in ("hf/tokenizer.json", "hf/merges.txt"):
+        with at_most(100), pytest.raises(ConfigError, match=rf"{path}.* is not a plain file"):
+            inspect_checkpoint.main(["--load", str(folder), "--verify"])
+
+
+def test_a_folder_of_licenses_is_no_obstacle(foreign: Path, tmp_path: Path) -> None:
+    shutil.copytree(foreign / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "LICENSES").mkdir()
+    convert_checkpoint.main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "converted"), "--to", "hf"])
+    names = {path.name for path in (tmp_path / "converted").iterdir()}
+    assert {"tokenizer.json", "merges.txt"} < names and "LICENSES" not in names
 
 
 class Bomb:
@@ -290,7 +348,7 @@ def test_a_pickle_that_would_run_code_does_not(tmp_path: Path) -> None:
     (pickled / "config.json").write_text('{"model_type": "llama"}')
     torch_file(pickled / "pytorch_model.bin", Bomb(fired))
     for folder in (*folders, dist, pickled):
-        with at_most(20), pytest.raises(ConfigError) as refused:
+        with at_most(100), pytest.raises(ConfigError) as refused:
             write_native(open_source(folder).source, tmp_path / "converted")
         assert str(folder) in str(refused.value), refused.value
     assert not fired.exists()

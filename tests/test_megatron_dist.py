@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def dist(
 ) -> Path:
     """A distributed checkpoint with a tensor for each layer or one for all; optionally with gate and up apart."""
     state = states(model)["mp_rank_00"]
-    tensors: dict[str, Tensor] = dict(more or {})
+    tensors: dict[str, Tensor] = {}
     for name, tensor in state["model"].items():
         if tensor is not None and halves and ".linear_fc1." in name:
             tensors[f"{name}_w"], tensors[f"{name}_v"] = (half.clone() for half in tensor.chunk(2))
@@ -39,7 +40,7 @@ def dist(
             layers = [tensors.pop(name.replace(".0.", f".{layer}.", 1)) for layer in range(4)]
             tensors[name.replace(".0.", ".", 1)] = torch.stack(layers)
     with warnings.catch_warnings(action="ignore"):  # that there is one process
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        dcp.save(tensors | dict(more or {}), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     common = {"args": state["args"], "iteration": 7, "checkpoint_version": 3.0}
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
@@ -114,6 +115,68 @@ def test_damaged_indexes(change: Callable[[Any], None], told: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         MegatronSource(folder)
     assert told in str(caught.value)
+
+
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (f"{FC1}_w", Tensor.bfloat16),
+        (f"{FC1}_v", Tensor.bfloat16),
+        (f"{FC1}_v", Tensor.double),
+        (f"{FC1}_v", lambda half: torch.cat([half, half], dim=1)),
+        (f"{FC1}_v", lambda half: half[:-1]),
+        (f"{FC1}_v", lambda half: half[0]),
+        (f"{FC1}_w", lambda half: half[0, 0]),
+    ],
+)
+def test_halves_that_do_not_go_together(name: str, change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """Of another type or shape: refused, and never read as what they are not."""
+    half = states("llama")["mp_rank_00"]["model"][FC1][:80]
+    folder = dist(tmp_path / "a", "llama", halves=True, more={name: change(half).clone()})
+    with pytest.raises(ConfigError, match=rf"{FC1}_w has shape .*equal halves of one tensor"):
+        MegatronSource(folder)
+
+
+def test_a_tensor_of_all_layers_has_dims(tmp_path: Path) -> None:
+    folder = dist(tmp_path / "a", "llama", halves=False, more={"decoder.layers.scale": torch.tensor(1.0)})
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.scale of shape \(\) is not expected"):
+        MegatronSource(folder)
+
+
+def endless_layers(folder: Path) -> None:
+    """In the index."""
+
+    def change(index: Any) -> None:
+        tensor = index.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
+        tensor.size = tensor.chunks[0].sizes = torch.Size([10**5, 160, 48])
+
+    change_index(folder, change)
+
+
+def many_layers(folder: Path) -> None:
+    """In the args."""
+    common = torch.load(folder / "common.pt", weights_only=False)
+    common["args"] = Namespace(**{**vars(common["args"]), "num_layers": 10**5})
+    torch.save(common, folder / "common.pt")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (endless_layers, r"linear_fc1\.weight has shape \(100000, 160, 48\), more than all its files hold"),
+        (many_layers, r"27 tensors are too few for the 100000 layers of its args"),
+    ],
+)
+def test_more_layers_than_there_can_be_are_refused_soon(
+    change: Callable[[Path], None], told: str, tmp_path: Path
+) -> None:
+    folder = dist(tmp_path / "a", "llama", halves=False, stacked=True)
+    change(folder)
+    with pytest.raises(ConfigError, match=told):
+        MegatronSource(folder)
 
 
 def test_an_index_runs_nothing(tmp_path: Path) -> None:

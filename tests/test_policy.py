@@ -154,15 +154,15 @@ def test_a_spike_is_warned_of_or_ends_the_run(capsys: pytest.CaptureFixture[str]
 
 def test_a_crash_that_repeats_is_given_up(tmp_path: Path) -> None:
     crashes.check(tmp_path)
-    crashes.note(tmp_path, 7)
+    crashes.note(tmp_path, 7, crashes.read(tmp_path))
     crashes.check(tmp_path)
-    crashes.note(tmp_path, 7)
+    crashes.note(tmp_path, 7, crashes.read(tmp_path))
     with pytest.raises(ConfigError, match="failed 2 times in a row at step 7"):
         crashes.check(tmp_path)
     crashes.forgive(tmp_path, 6)
     assert crashes.read(tmp_path) == (7, 2)
     crashes.forgive(tmp_path, 7)
     crashes.check(tmp_path)
-    crashes.note(tmp_path, 7)
-    crashes.note(tmp_path, 9)
+    crashes.note(tmp_path, 7, crashes.read(tmp_path))
+    crashes.note(tmp_path, 9, crashes.read(tmp_path))
     assert crashes.read(tmp_path) == (9, 1)

@@ -271,7 +271,15 @@ def test_an_index_has_no_persistent_ids() -> None:
 
 @pytest.mark.parametrize(
     ("offset", "shape", "stride"),
-    [(0, (3,), (1,)), (1, (2,), (1,)), (0, (2**62, 2), (0, 0)), (-1, (1,), (1,)), (0, (1,), (1, 1)), (0, [1], [1])],
+    [
+        (0, (3,), (1,)),
+        (1, (2,), (1,)),
+        (0, (2**62, 2), (0, 0)),
+        (-1, (1,), (1,)),
+        (0, (1,), (1, 1)),
+        (0, [1], [1]),
+        (0, (1, 2), (2**63, 1)),
+    ],
 )
 def test_tensors_lie_within_their_values(tmp_path: Path, offset: Any, shape: Any, stride: Any) -> None:
     class Rebuilt:
