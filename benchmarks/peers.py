@@ -1,20 +1,20 @@
 """This project beside its peers: one problem, the layouts of rows.py, one table. See --help.
 
-The one idea: a machine's speed drifts, so contenders take turns. A round runs plain PyTorch and each contender once, in
-an order that moves on from round to round; ratios are taken within a round. Each run is a job of its own, started as a
-user would start it, with one thread a rank. Whatever fails is reported with its last words.
+The one idea: a machine's speed drifts, so contenders take turns step by step (turns.py): plain PyTorch and all of a row
+run together, but only one of them works at a time. Ratios are taken within such a round; in the next one another
+contender is first. Each is a job of its own, started as a user would start it, with one thread a rank. Whatever fails
+is reported with its last words.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,13 +23,13 @@ import tyro
 
 from benchmarks import problem, table
 from benchmarks.rows import MODULES, PLAIN, ROWS, Contender, Library, Row
+from benchmarks.turns import Program
 from megatron3d.cli import parse_tool
 from megatron3d.config import ConfigError
 from megatron3d.launch import user_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES: dict[Library, str] = {"torch": "torch", "deepspeed": "deepspeed", "megatron-core": "megatron-core"}
-GRACE = 40  # seconds that torchrun has to end its ranks; it takes 30 to lose patience with one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Flags:
     rows: tuple[str, ...] = tuple(row.key for row in ROWS)
     """Layouts to compare."""
     rounds: int = 3
-    """How often each contender runs."""
+    """How often each contender is started."""
     steps: int = problem.STEPS
     """Steps of a run; the first 3 are not timed."""
     deepspeed: str = ""
@@ -47,7 +47,7 @@ class Flags:
     megatron_core: str = ""
     """Python interpreter of an environment with megatron-core; empty: leave it out."""
     timeout: int = 300
-    """Seconds after which a run has failed."""
+    """Seconds after which a start or a step has failed."""
     json: str = ""
     """File for all that was measured."""
     source: Annotated[str, tyro.conf.arg(name="from")] = ""
@@ -104,18 +104,33 @@ def measure(flags: Flags) -> table.Results:
         "speeds": speeds(flags.timeout),
         "runs": [],
     }
-    turns, begin = list(schedule(rows, flags.rounds, pythons)), time.monotonic()
-    for done, (number, key, contender, ranks) in enumerate(turns, 1):
-        started = time.monotonic()
-        outcome = run(command(contender, ranks, flags.steps, pythons), flags.timeout)
-        seconds = round(time.monotonic() - started, 1)
-        results["runs"].append({"round": number, "row": key, "name": contender.name, "seconds": seconds, **outcome})
-        left = (time.monotonic() - begin) / done * (len(turns) - done) / 60
-        told = f"{outcome['step_ms']:,.0f} ms a step" if "losses" in outcome else f"failed: {outcome['failure']}"
-        print(f"{done}/{len(turns)} {key}, {contender.name}: {told} ({seconds:.0f} s; {left:.0f} min left)", flush=True)
-        if flags.json:  # after each run: who stops early keeps what there is
+    begin, total = time.monotonic(), flags.rounds * len(rows)
+    for done, (number, row) in enumerate(itertools.product(range(flags.rounds), rows), 1):
+        results["runs"] += round_of(row, number, flags, pythons)
+        if flags.json:  # after each round: who stops early keeps what there is
             Path(flags.json).write_text(json.dumps(results, indent=1) + "\n")
+        left = (time.monotonic() - begin) / done * (total - done) / 60
+        print(f"{done}/{total} {row.key}; {left:.0f} min left", flush=True)
     return results
+
+
+def round_of(row: Row, number: int, flags: Flags, pythons: dict[Library, str]) -> list[dict[str, Any]]:
+    """What plain PyTorch and a row's contenders reported, all having taken their steps in turns."""
+    programs: dict[str, Program] = {}
+    for contender in in_order(row, number, pythons):
+        ranks = 1 if contender is PLAIN else row.layout.ranks
+        words = command(contender, ranks, flags.steps, pythons)
+        programs[contender.name] = Program(words, ROOT, ranks=ranks, timeout=flags.timeout)
+    for _ in range(flags.steps + 1):  # in the last turn they report and leave
+        for program in programs.values():
+            program.turn()
+    runs = []
+    for name, program in programs.items():
+        found = outcome(program)
+        told = f"{found['step_ms']:,.0f} ms a step" if "losses" in found else f"failed: {found['failure']}"
+        print(f"{row.key}, {name}: {told}", flush=True)
+        runs.append({"round": number, "row": row.key, "name": name, **found})
+    return runs
 
 
 def interpreters(flags: Flags) -> dict[Library, str]:
@@ -151,17 +166,11 @@ def machine() -> dict[str, Any]:
     return {"cores": len(os.sched_getaffinity(0)), "cpu": cpu}
 
 
-def schedule(
-    rows: Sequence[Row], rounds: int, pythons: dict[Library, str]
-) -> Iterator[tuple[int, str, Contender, int]]:
-    """(round, row, contender, ranks) of each run; a row's contenders follow each other, in each round another first."""
-    for number in range(rounds):
-        yield number, PLAIN.name, PLAIN, 1
-        for row in rows:
-            able = [one for one in row.contenders if one.library == "ours" or one.library in pythons]
-            first = number % len(able)
-            for contender in able[first:] + able[:first]:
-                yield number, row.key, contender, row.layout.ranks
+def in_order(row: Row, number: int, pythons: dict[Library, str]) -> list[Contender]:
+    """Plain PyTorch and who can take part in a row; in each round another one is first."""
+    able = [one for one in (PLAIN, *row.contenders) if one.library in ("plain", "ours") or one.library in pythons]
+    first = number % len(able)
+    return able[first:] + able[:first]
 
 
 def command(contender: Contender, ranks: int, steps: int, pythons: dict[Library, str]) -> list[str]:
@@ -187,29 +196,22 @@ def speeds(timeout: int) -> dict[str, Any]:
 
 
 def run(words: Sequence[str], timeout: float) -> dict[str, Any]:
+    """What a program that runs alone reported."""
+    return outcome(Program(words, ROOT, timeout=timeout))
+
+
+def outcome(program: Program) -> dict[str, Any]:
     """What a program reported as a line of JSON, or its "failure"."""
-    process = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
     try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=GRACE)
-        process.kill()
-        return {"failure": f"no result within {timeout:.0f} s"}
+        code, output = program.close()
+    except TimeoutError as error:
+        return {"failure": str(error)}
     reports = [line for line in output.splitlines() if line.startswith('{"')]
-    if process.returncode == 0 and reports:
+    if code == 0 and reports:
         return dict(json.loads(reports[-1]))
     said = words_of_ranks(output)
     errors = [line for line in said if "Error" in line]
-    return {"failure": (errors or said or [f"exit code {process.returncode}"])[-1], "said": said[-30:]}
+    return {"failure": (errors or said or [f"exit code {code}"])[-1], "said": said[-30:]}
 
 
 def words_of_ranks(output: str) -> list[str]:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.turns import wait_for_turn
+
 
 class Shape(NamedTuple):
     """Of the model and the batch."""
@@ -102,21 +104,29 @@ def measure(step: Callable[[int], float | None], imported: float, steps: int) ->
     """Runs all steps; `imported` is what `resident_mib` was before the model."""
     seconds, losses = [], []
     for number in range(steps):
+        wait_for_turn()
         begin = time.perf_counter()
         losses.append(step(number))
         seconds.append(time.perf_counter() - begin)
+    wait_for_turn()
     return Measured(seconds, losses, _mib("VmHWM") - imported)
+
+
+def timed(steps: list[float]) -> list[float]:
+    """What counts of the steps of a run."""
+    return steps[min(WARMUP, len(steps) - 1) :]
 
 
 def report(name: str, ranks: list[Measured]) -> None:
     """Prints one line of JSON for peers.py: a step lasts as long as on its slowest rank."""
     slowest = [max(times) for times in zip(*(rank.seconds for rank in ranks), strict=True)]
-    step = statistics.median(slowest[min(WARMUP, len(slowest) - 1) :])
+    step = statistics.median(timed(slowest))
     losses = next(rank.losses for rank in ranks if None not in rank.losses)
     result = {
         "contender": name,
         "ranks": len(ranks),
         "step_ms": round(1e3 * step, 2),
+        "steps_ms": [round(1e3 * seconds, 2) for seconds in slowest],
         "tokens_per_second": round(SHAPE.global_batch * SHAPE.seq / step, 1),
         "peak_mib": [round(rank.memory, 1) for rank in ranks],
         "losses": losses,

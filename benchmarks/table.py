@@ -1,8 +1,8 @@
 """The results as a Markdown table, and its place in a document.
 
 The one idea: a pure function of what peers.py measured (its --json), so that the table can be written again without
-running anything. A contender's speed is its ratio to plain PyTorch in the same round; of several rounds the median is
-shown, with the least and the most.
+running anything. A contender's speed is its ratio to plain PyTorch, step by step, as the two took them in turns; of a
+round's steps the median counts, of several rounds the median again, with the least and the most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.bounds import HIDDEN, Speeds, step_seconds
-from benchmarks.problem import SHAPE, WARMUP
+from benchmarks.problem import SHAPE, WARMUP, timed
 from benchmarks.rows import OURS, PLAIN, ROWS, Layout, Row
 
 Marks = tuple[str, str]
@@ -30,7 +30,7 @@ class Figures(NamedTuple):
     """Of one contender in one layout, over all rounds."""
 
     ratios: list[float]
-    """Speed relative to plain PyTorch in the same round; empty where every run failed."""
+    """Speed relative to plain PyTorch in each round; empty where every run failed."""
     loss_gap: float
     """Largest difference of a step's loss from plain PyTorch's."""
     mib: float
@@ -42,17 +42,22 @@ class Figures(NamedTuple):
 def figures(results: Results, row: str, name: str) -> Figures | None:
     """Of what ran; None where it did not."""
     runs = [run for run in results["runs"] if (run["row"], run["name"]) == (row, name)]
-    plain = plain_runs(results)
+    plain = {run["round"]: run for run in plain_runs(results) if run["row"] == row}
     done = [(run, plain[run["round"]]) for run in runs if "losses" in run and run["round"] in plain]
     gaps = [_apart(*pair) for run, other in done for pair in zip(run["losses"], other["losses"], strict=True)]
     if not runs:
         return None
     return Figures(
-        ratios=[other["step_ms"] / run["step_ms"] for run, other in done],
+        ratios=[_ratio(run, other) for run, other in done],
         loss_gap=max(gaps, default=0.0),
         mib=max((max(run["peak_mib"]) for run, _ in done), default=0.0),
         failures=[run["failure"] for run in runs if "failure" in run],
     )
+
+
+def _ratio(run: dict[str, Any], plain: dict[str, Any]) -> float:
+    """How often a run took a step while plain PyTorch took one; of the timed steps the median."""
+    return statistics.median(b / a for a, b in zip(timed(run["steps_ms"]), timed(plain["steps_ms"]), strict=True))
 
 
 def _apart(a: float, b: float) -> float:
@@ -60,14 +65,14 @@ def _apart(a: float, b: float) -> float:
     return math.inf if math.isnan(a - b) else abs(a - b)
 
 
-def plain_runs(results: Results) -> dict[int, dict[str, Any]]:
-    """Runs of plain PyTorch by round."""
-    return {run["round"]: run for run in results["runs"] if run["name"] == PLAIN.name and "losses" in run}
+def plain_runs(results: Results) -> list[dict[str, Any]]:
+    """Runs of plain PyTorch, one in each round of each row."""
+    return [run for run in results["runs"] if run["name"] == PLAIN.name and "losses" in run]
 
 
 def bound(results: Results, layout: Layout) -> float:
     """Of the ratio to plain PyTorch."""
-    seconds = statistics.median(run["step_ms"] for run in plain_runs(results).values()) / 1e3
+    seconds = statistics.median(run["step_ms"] for run in plain_runs(results)) / 1e3
     return seconds / step_seconds(layout, Speeds.from_json(results["speeds"]), results["machine"]["cores"])
 
 
@@ -107,7 +112,7 @@ def _aims(results: Results, row: Row, found: Figures) -> list[str]:
 
 def _notes(results: Results) -> Iterator[str]:
     """Below the table."""
-    machine, speeds, plain = results["machine"], Speeds.from_json(results["speeds"]), plain_runs(results).values()
+    machine, speeds, plain = results["machine"], Speeds.from_json(results["speeds"]), plain_runs(results)
     versions = ", ".join(f"{library} {version}" for library, version in results["versions"].items())
     yield f"{machine['cores']} cores ({machine['cpu']}), {versions}."
     yield f"{results['rounds']} rounds of {results['steps']} steps, the first {WARMUP} not timed."
@@ -128,7 +133,7 @@ def _notes(results: Results) -> Iterator[str]:
 def problems(results: Results) -> list[str]:
     """Contenders that failed, or whose losses are not plain PyTorch's."""
     found = []
-    for key, name in [(PLAIN.name, PLAIN.name), *((row.key, one.name) for row in ROWS for one in row.contenders)]:
+    for key, name in [(row.key, one.name) for row in ROWS for one in (PLAIN, *row.contenders)]:
         one = figures(results, key, name)
         if one and one.failures:
             found.append(f"{key}, {name}: {len(one.failures)} runs failed, the last one with `{one.failures[-1]}`.")

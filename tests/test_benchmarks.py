@@ -23,6 +23,7 @@ from benchmarks.bounds import HIDDEN, Passes, Speeds, Stage, step_seconds
 from benchmarks.ours import FLAGS, our_weights
 from benchmarks.problem import SHAPE
 from benchmarks.rows import OURS, PLAIN, ROWS, Contender, Layout, Row
+from benchmarks.turns import Program
 from megatron3d.cli import parse
 from megatron3d.config import ConfigError
 from megatron3d.launch import Launch, user_errors
@@ -106,21 +107,87 @@ def test_results_that_are_none_are_refused(content: str | None, tmp_path: Path) 
         peers.main(["--from", str(file)])
 
 
-def test_contenders_take_turns() -> None:
-    rows = [row for row in ROWS if row.key == "tp2"]
-    turns = list(peers.schedule(rows, 2, {"torch": "python", "megatron-core": "other"}))
-    assert [(number, contender.name) for number, _, contender, _ in turns] == [
-        (0, "plain PyTorch"),
-        (0, "megatron3d"),
-        (0, "megatron-core"),
-        (0, "torch DTensor"),
-        (1, "plain PyTorch"),
-        (1, "megatron-core"),
-        (1, "torch DTensor"),
-        (1, "megatron3d"),
-    ]
-    without = {contender.name for *_, contender, _ in peers.schedule(rows, 2, {"torch": "python"})}
-    assert without == {"plain PyTorch", "megatron3d", "torch DTensor"}
+def test_in_each_round_another_is_first() -> None:
+    def names(number: int, **pythons: str) -> list[str]:
+        return [one.name for one in peers.in_order(row, number, {"torch": "python", **pythons})]  # type: ignore[dict-item]
+
+    row = next(row for row in ROWS if row.key == "tp2")
+    both = {"megatron-core": "other"}
+    assert names(0, **both) == ["plain PyTorch", "megatron3d", "megatron-core", "torch DTensor"]
+    assert names(1, **both) == ["megatron3d", "megatron-core", "torch DTensor", "plain PyTorch"]
+    assert names(4, **both) == names(0, **both)
+    assert names(0) == ["plain PyTorch", "megatron3d", "torch DTensor"]
+
+
+STEPPER = """
+import sys
+from pathlib import Path
+from benchmarks import problem
+name, ranks = sys.argv[1], int(sys.argv[2])
+journal = Path(sys.argv[3])
+
+def step(number):
+    with journal.open("a") as file:
+        file.write(f"{name} {number}\\n")
+    if "dies" in name and number == 1:
+        raise ValueError("no second step")
+    return 0.5
+
+measured = problem.measure(step, 0.0, 3)
+problem.report(name, [measured] * ranks)
+"""
+
+
+def stepper(name: str, journal: Path, ranks: int = 1, timeout: float = 400) -> Program:
+    """A program of three steps that writes down each of them; with more ranks than one it waits for the others."""
+    return Program(
+        [sys.executable, "-c", STEPPER, name, str(ranks), str(journal)], peers.ROOT, ranks=ranks, timeout=timeout
+    )
+
+
+def test_one_program_works_at_a_time(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    programs = [stepper(name, journal) for name in ("a", "dies", "c")]
+    assert not journal.exists()  # all of them wait
+    for number in range(4):
+        for program in programs:
+            program.turn()
+        if number == 0:
+            assert journal.read_text().split("\n")[:-1] == ["a 0", "dies 0", "c 0"]
+    assert journal.read_text().split("\n")[:-1] == ["a 0", "dies 0", "c 0", "a 1", "dies 1", "c 1", "a 2", "c 2"]
+    a, dies, c = map(peers.outcome, programs)
+    assert a["contender"] == "a" and len(a["steps_ms"]) == 3 and c["losses"] == [0.5] * 3
+    assert dies["failure"] == "ValueError: no second step"
+
+
+def test_a_turn_ends_when_all_ranks_wait(tmp_path: Path) -> None:
+    """The second rank is this process, which has not said that it waits."""
+    journal = tmp_path / "journal"
+    program = stepper("lonely", journal, ranks=2, timeout=3)
+    assert not journal.exists()
+    assert peers.outcome(program)["failure"] == "no result within 3 s"
+
+
+def test_ranks_wait_at_their_own_pipes(tmp_path: Path) -> None:
+    code = """
+import os, subprocess, sys
+from benchmarks.turns import wait_for_turn
+if "RANK" not in os.environ:
+    words = [sys.executable, "-c", sys.argv[1], *sys.argv[1:]]
+    ranks = [subprocess.Popen(words, env={**os.environ, "RANK": str(rank)}) for rank in range(3)]
+    sys.exit(max(rank.wait() for rank in ranks))
+for step in range(5):
+    wait_for_turn()
+    with open(sys.argv[2], "a") as file:
+        file.write(f"{step}")
+wait_for_turn()
+"""
+    journal = tmp_path / "journal"
+    program = Program([sys.executable, "-c", code, code, str(journal)], peers.ROOT, ranks=3, timeout=400)
+    for _ in range(6):
+        program.turn()
+    assert program.close()[0] == 0
+    assert journal.read_text() == "000111222333444"
 
 
 def test_wrong_flags_are_told() -> None:
@@ -192,10 +259,11 @@ def test_data_parallel_messages_are_work() -> None:
 
 
 def results(**changes: Any) -> table.Results:
-    """Two rounds of one row, in which plain PyTorch needs 1000 ms a step and then 1100."""
+    """Two rounds of one row, in which plain PyTorch needs 1000 ms a step and then 1100; the first step is slower."""
 
     def run(number: int, row: str, name: str, milliseconds: float, losses: list[float]) -> dict[str, Any]:
-        measured = {"step_ms": milliseconds, "losses": losses, "peak_mib": [100.0 + number, 90.0]}
+        steps = [9e3, milliseconds]
+        measured = {"step_ms": milliseconds, "steps_ms": steps, "losses": losses, "peak_mib": [100.0 + number, 90.0]}
         return {"round": number, "row": row, "name": name, **measured}
 
     return {
@@ -211,10 +279,10 @@ def results(**changes: Any) -> table.Results:
             "byte_work": 0.0,
         },
         "runs": [
-            run(0, PLAIN.name, PLAIN.name, 1000, [9.0, 8.0]),
+            run(0, "tp2", PLAIN.name, 1000, [9.0, 8.0]),
             run(0, "tp2", OURS, 500, [9.0, 8.0]),
             run(0, "tp2", "torch DTensor", 2000, [9.0, 8.0]),
-            run(1, PLAIN.name, PLAIN.name, 1100, [9.0, 8.0]),
+            run(1, "tp2", PLAIN.name, 1100, [9.0, 8.0]),
             run(1, "tp2", OURS, 1000, [9.0, 8.000001]),
             {"round": 1, "row": "tp2", "name": "torch DTensor", "failure": "out of patience"},
         ],
