@@ -292,6 +292,19 @@ def test_tools_share_the_same_manners(capsys: pytest.CaptureFixture[str]) -> Non
     assert not leaving.value.code and "Reads a source." in told.out and "For machines." in told.out and not told.err
 
 
+TOGETHER = """
+import os, runpy, sys, time
+from pathlib import Path
+import megatron3d.cli  # most of what there is to import
+folder, sys.argv = Path(sys.argv[1]), sys.argv[2:]
+(folder / os.environ["RANK"]).touch()
+while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A program whose ranks begin together: on a busy machine the last one may else be killed before it has begun."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "flags", "wanted"),
@@ -306,14 +319,17 @@ def test_tools_share_the_same_manners(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_a_mistake_under_torchrun(processes: int, flags: str, wanted: list[str], tmp_path: Path) -> None:
     """DIV-08, DIV-11, DIV-12: one paragraph from the first rank, exit code 2 on all, within seconds."""
+    program, begun, logs = tmp_path / "together.py", tmp_path / "begun", tmp_path / "logs"
+    program.write_text(TOGETHER)
+    begun.mkdir()
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--redirects", "3"]
-    command = [sys.executable, *torchrun, "--log-dir", str(tmp_path), "pretrain_gpt.py", *flags.split()]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, *torchrun, "--log-dir", str(logs), str(program), str(begun), "pretrain_gpt.py"]
+    run = subprocess.run([*command, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode != 0
     assert re.findall(r"exitcode +: (-?\d+)", run.stderr) == ["2"] * processes
-    told = {path.parent.name: path.read_text() for path in tmp_path.rglob("stderr.log")}
+    told = {path.parent.name: path.read_text() for path in logs.rglob("stderr.log")}
     assert sorted(told) == [str(rank) for rank in range(processes)]
     assert [text for rank, text in told.items() if rank != "0" and text] == []
     assert told["0"].startswith("error: ") and told["0"].count("\n") == 1
     assert [word for word in wanted if word not in told["0"]] == []
-    assert all(path.read_text() == "" for path in tmp_path.rglob("stdout.log"))
+    assert all(path.read_text() == "" for path in logs.rglob("stdout.log"))
