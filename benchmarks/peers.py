@@ -8,6 +8,7 @@ is reported with its last words.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -117,20 +118,20 @@ def measure(flags: Flags) -> table.Results:
 def round_of(row: Row, number: int, flags: Flags, pythons: dict[Library, str]) -> list[dict[str, Any]]:
     """What plain PyTorch and a row's contenders reported, all having taken their steps in turns."""
     programs: dict[str, Program] = {}
-    for contender in in_order(row, number, pythons):
-        ranks = 1 if contender is PLAIN else row.layout.ranks
-        words = command(contender, ranks, flags.steps, pythons)
-        programs[contender.name] = Program(words, ROOT, ranks=ranks, timeout=flags.timeout)
-    for _ in range(flags.steps + 1):  # in the last turn they report and leave
-        for program in programs.values():
-            program.turn()
-    runs = []
-    for name, program in programs.items():
-        found = outcome(program)
-        told = f"{found['step_ms']:,.0f} ms a step" if "losses" in found else f"failed: {found['failure']}"
+    with contextlib.ExitStack() as stack:
+        for contender in in_order(row, number, pythons):
+            ranks = 1 if contender is PLAIN else row.layout.ranks
+            words = command(contender, ranks, flags.steps, pythons)
+            program = Program(words, ROOT, ranks=ranks, timeout=flags.timeout)
+            programs[contender.name] = stack.enter_context(program)
+        for _ in range(flags.steps + 1):  # in the last turn they report and leave
+            for program in programs.values():
+                program.turn()
+        found = {name: outcome(program) for name, program in programs.items()}
+    for name, one in found.items():
+        told = f"{one['step_ms']:,.0f} ms a step" if "losses" in one else f"failed: {one['failure']}"
         print(f"{row.key}, {name}: {told}", flush=True)
-        runs.append({"round": number, "row": row.key, "name": name, **found})
-    return runs
+    return [{"round": number, "row": row.key, "name": name, **one} for name, one in found.items()]
 
 
 def interpreters(flags: Flags) -> dict[Library, str]:
@@ -197,13 +198,14 @@ def speeds(timeout: int) -> dict[str, Any]:
 
 def run(words: Sequence[str], timeout: float) -> dict[str, Any]:
     """What a program that runs alone reported."""
-    return outcome(Program(words, ROOT, timeout=timeout))
+    with Program(words, ROOT, timeout=timeout) as program:
+        return outcome(program)
 
 
 def outcome(program: Program) -> dict[str, Any]:
     """What a program reported as a line of JSON, or its "failure"."""
     try:
-        code, output = program.close()
+        code, output = program.result()
     except TimeoutError as error:
         return {"failure": str(error)}
     reports = [line for line in output.splitlines() if line.startswith('{"')]

@@ -37,7 +37,7 @@ def wait_for_turn() -> None:
 class Program:
     """One that has been started in `folder` and waits for its first turn, or without `ranks` has run to its end.
 
-    What takes longer than `timeout` seconds, its start or a turn, ends it.
+    What takes longer than `timeout` seconds, its start or a turn, ends it; so does leaving the context.
     """
 
     def __init__(self, words: Sequence[str], folder: Path, *, timeout: float, ranks: int = 0) -> None:
@@ -69,14 +69,19 @@ class Program:
                 os.write(turn, b".")
             self._await_ranks()
 
-    def close(self) -> tuple[int, str]:
+    def result(self) -> tuple[int, str]:
         """Ends it if it has not; its exit code and what it has printed. TimeoutError if it took too long."""
-        with self._stack:
-            self._end()
-            if self._late:
-                raise TimeoutError(f"no result within {self._timeout:.0f} s")
-            self._output.seek(0)
-            return self._process.returncode, self._output.read()
+        self._end()
+        if self._late:
+            raise TimeoutError(f"no result within {self._timeout:.0f} s")
+        self._output.seek(0)
+        return self._process.returncode, self._output.read()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
     def _await_ranks(self) -> None:
         deadline, missing = time.monotonic() + self._timeout, self._ranks or 1  # one that never comes

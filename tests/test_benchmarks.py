@@ -147,15 +147,16 @@ def stepper(name: str, journal: Path, ranks: int = 1, timeout: float = 400) -> P
 
 def test_one_program_works_at_a_time(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
-    programs = [stepper(name, journal) for name in ("a", "dies", "c")]
-    assert not journal.exists()  # all of them wait
-    for number in range(4):
-        for program in programs:
-            program.turn()
-        if number == 0:
-            assert journal.read_text().split("\n")[:-1] == ["a 0", "dies 0", "c 0"]
-    assert journal.read_text().split("\n")[:-1] == ["a 0", "dies 0", "c 0", "a 1", "dies 1", "c 1", "a 2", "c 2"]
-    a, dies, c = map(peers.outcome, programs)
+    with contextlib.ExitStack() as stack:
+        programs = [stack.enter_context(stepper(name, journal)) for name in ("a", "dies", "c")]
+        assert not journal.exists()  # all of them wait
+        for number in range(4):
+            for program in programs:
+                program.turn()
+            if number == 0:
+                assert journal.read_text().split("\n")[:-1] == ["a 0", "dies 0", "c 0"]
+        assert journal.read_text().split("\n")[:-1] == ["a 0", "dies 0", "c 0", "a 1", "dies 1", "c 1", "a 2", "c 2"]
+        a, dies, c = map(peers.outcome, programs)
     assert a["contender"] == "a" and len(a["steps_ms"]) == 3 and c["losses"] == [0.5] * 3
     assert dies["failure"] == "ValueError: no second step"
 
@@ -163,9 +164,9 @@ def test_one_program_works_at_a_time(tmp_path: Path) -> None:
 def test_a_turn_ends_when_all_ranks_wait(tmp_path: Path) -> None:
     """The second rank is this process, which has not said that it waits."""
     journal = tmp_path / "journal"
-    program = stepper("lonely", journal, ranks=2, timeout=3)
+    with stepper("lonely", journal, ranks=2, timeout=3) as program:
+        assert peers.outcome(program)["failure"] == "no result within 3 s"
     assert not journal.exists()
-    assert peers.outcome(program)["failure"] == "no result within 3 s"
 
 
 def test_ranks_wait_at_their_own_pipes(tmp_path: Path) -> None:
@@ -183,10 +184,10 @@ for step in range(5):
 wait_for_turn()
 """
     journal = tmp_path / "journal"
-    program = Program([sys.executable, "-c", code, code, str(journal)], peers.ROOT, ranks=3, timeout=400)
-    for _ in range(6):
-        program.turn()
-    assert program.close()[0] == 0
+    with Program([sys.executable, "-c", code, code, str(journal)], peers.ROOT, ranks=3, timeout=400) as program:
+        for _ in range(6):
+            program.turn()
+        assert program.result()[0] == 0
     assert journal.read_text() == "000111222333444"
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
 import pytest
-
-from megatron3d.heap import keep_freed_memory
 
 PROGRAM = """
 import resource, sys, torch
@@ -35,9 +32,3 @@ def page_faults(mode: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="the heap of glibc")
 def test_freed_memory_is_used_again() -> None:
     assert page_faults("keep") < page_faults("usual") / 10
-
-
-def test_the_reserve_is_not_memory() -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert keep_freed_memory() == (sys.platform == "linux")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
