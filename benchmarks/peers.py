@@ -143,6 +143,8 @@ def interpreters(flags: Flags) -> dict[Library, str]:
 def chosen(keys: Sequence[str]) -> list[Row]:
     """The rows of these names."""
     known = {row.key: row for row in ROWS}
+    if not keys:
+        raise ConfigError(f"--rows names no row. The rows are {', '.join(known)}.")
     if unknown := [key for key in keys if key not in known]:
         raise ConfigError(f"--rows {' '.join(unknown)}: there is no such row. The rows are {', '.join(known)}.")
     return [known[key] for key in keys]

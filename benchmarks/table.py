@@ -78,6 +78,8 @@ def bound(results: Results, layout: Layout) -> float:
 
 def render(results: Results) -> str:
     """The table, and what has to be known to read it."""
+    if not plain_runs(results):
+        return "\n".join(["Plain PyTorch never came to its end.", "", *(f"- {told}" for told in problems(results))])
     lines = [*HEADER]
     for row in ROWS:
         for contender in row.contenders:

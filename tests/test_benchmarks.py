@@ -194,6 +194,8 @@ wait_for_turn()
 def test_wrong_flags_are_told() -> None:
     with pytest.raises(ConfigError, match=r"dp3.*dp2, tp2"):
         peers.chosen(["dp2", "dp3"])
+    with pytest.raises(ConfigError, match=r"names no row.*dp2, tp2"):
+        peers.chosen([])
     with pytest.raises(ConfigError, match="no Python interpreter that has surely-not-there"):
         peers.version(sys.executable, "surely-not-there")
     with pytest.raises(ConfigError, match="at least 1"):
@@ -314,6 +316,14 @@ def test_a_contender_that_always_failed_is_in_the_table() -> None:
     only = [run for run in results()["runs"] if run["round"] == 0 and run["name"] != "torch DTensor"]
     failed = {"round": 0, "row": "tp2", "name": "torch DTensor", "failure": "no"}
     assert "|  | torch DTensor | failed |  |  |  |  |  |" in table.render(results(runs=[*only, failed])).splitlines()
+
+
+def test_without_plain_pytorch_there_is_no_table() -> None:
+    failed = {"round": 0, "row": "tp2", "name": PLAIN.name, "failure": "no"}
+    ours = next(run for run in results()["runs"] if run["name"] == OURS)
+    told = table.render(results(runs=[failed, ours])).splitlines()
+    assert "Plain PyTorch never came to its end." in told
+    assert "- tp2, plain PyTorch: 1 runs failed, the last one with `no`." in told
 
 
 def test_the_prose_around_a_table_stays() -> None:
